@@ -78,7 +78,7 @@ gpu:
 	@test -x $(BIN)/python || $(PYTHON) -c 'import torch' 2>/dev/null || $(MAKE) setup
 	@python=$(PYTHON); if test -x $(BIN)/python && \
 		! $(PYTHON) -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())' 2>/dev/null; \
-		then python=$(BIN)/python; fi; $$python benchmarks/gpu.py $(ARGS)
+		then python=$(BIN)/python; fi; $$python benchmarks gpu $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

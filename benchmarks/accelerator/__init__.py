@@ -1,1 +1,1 @@
-"""The checks of `benchmarks/gpu.py`: what can be learned about the accelerator path with one device."""
+"""The checks of `benchmarks/accelerator/gpu.py`: what can be learned about the accelerator path with one device."""

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import ROOT
 from benchmarks.accelerator.bench import Bench
 from benchmarks.accelerator.row import Row, failed, impossible, not_run
 
@@ -80,7 +81,7 @@ def _run(args: argparse.Namespace, say: Say, deadline: float) -> int:
 
 def _told(error: BaseException) -> str:
     """The error and the line of this source tree that it came by, the innermost."""
-    root = str(Path(__file__).parents[2])
+    root = str(ROOT)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
     own = [frame for frame in frames if frame.filename.startswith(root)]
     where = f" [{os.path.relpath(own[-1].filename, root)}:{own[-1].lineno}]" if own else ""

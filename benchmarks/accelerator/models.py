@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.gpt import GPT, GPTShape
+from benchmarks.common.gpt import GPT, GPTShape
 
 SMALL = GPTShape(layers=3, width=256, heads=4, vocab=512, seq=64)
 """Every parameter's numel is a multiple of 256, so that in a slot, too, each begins on a boundary of 512 bytes:

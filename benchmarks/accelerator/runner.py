@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.accelerator.check import ROOT, Check
+from benchmarks import ROOT
+from benchmarks.accelerator.check import Check
 from benchmarks.accelerator.row import Row, Verdict, failed, not_run, row_of
 
 OUT_OF_TIME = "out of time"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from benchmarks.gpt import GPTShape, batch
+from benchmarks.common.gpt import GPTShape, batch
 
 Optimizers = Callable[[Any], torch.optim.Optimizer]
 Batches = Callable[[int], tuple[Tensor, Tensor]]

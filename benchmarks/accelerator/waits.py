@@ -4,11 +4,12 @@ import contextlib
 import traceback
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
-_ROOT = str(Path(__file__).parents[2])
+from benchmarks import ROOT
+
+_ROOT = str(ROOT)
 
 
 @contextlib.contextmanager

@@ -1,18 +1,47 @@
-"""Benchmarks start as their first lines say: `python benchmarks/NAME.py`, from anywhere, without an installation."""
+"""`python benchmarks NAME` starts every benchmark, from anywhere and without an installation."""
 
-import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-COMMANDS = [path for path in sorted(BENCHMARKS.glob("*.py")) if f"python benchmarks/{path.name}" in path.read_text()]
+from benchmarks.__main__ import BENCHMARKS, HERE, about
+
+NAMES = {name: room for room, names in BENCHMARKS.items() for name in names}
 
 
-@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.stem)
-def test_a_file_that_is_started_finds_its_neighbours(path: Path) -> None:
-    """Started as a file, Python looks for modules in its folder and not beside it."""
-    text = path.read_text()
-    first_use = re.search(r"^(from|import) benchmarks", text, re.MULTILINE)
-    if first_use is not None:
-        assert "sys.path[:0] = [" in text[: first_use.start()]
+def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-S", str(HERE), *words]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_without_a_name_all_are_listed(tmp_path: Path) -> None:
+    """By an interpreter that has nothing installed."""
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name, room in NAMES.items():
+        assert f"  {name} " in done.stdout
+        assert about(room, name) in done.stdout
+
+
+def test_an_unknown_name_is_one_line_and_status_2(tmp_path: Path) -> None:
+    done = run(tmp_path, "perrs")
+    assert done.returncode == 2
+    assert done.stderr.startswith("unknown benchmark 'perrs'; known are peers, overhead, ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "room"), NAMES.items())
+def test_first_lines_say_how_it_is_started(name: str, room: str) -> None:
+    text = (HERE / room / f"{name}.py").read_text(encoding="utf-8")
+    assert f" benchmarks {name}" in text.partition('"""')[2].partition('"""')[0]
+    assert "\ndef main(" in text
+
+
+def test_modules_with_a_main_are_listed_or_are_ranks_of_others() -> None:
+    """Those that are not listed are started with `-m` by one that is, or take arguments of their own."""
+    for path in HERE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "\ndef main(" in text and path.stem not in NAMES and path.parent != HERE:
+            assert '\nif __name__ == "__main__":' in text, path

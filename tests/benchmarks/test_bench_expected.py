@@ -1,10 +1,10 @@
 """The table of bytes, by hand."""
 
-from benchmarks import peers
-from benchmarks.engines import ALONE
-from benchmarks.expected import Unit, gpt_units, sent_bytes
-from benchmarks.gpt import GPT, GPTShape
-from benchmarks.summary import EngineSummary
+from benchmarks.common.gpt import GPT, GPTShape
+from benchmarks.steps import peers
+from benchmarks.steps.engines import ALONE
+from benchmarks.steps.expected import Unit, gpt_units, sent_bytes
+from benchmarks.steps.summary import EngineSummary
 
 
 def test_parameters_and_slices_are_padded_to_16_bytes() -> None:

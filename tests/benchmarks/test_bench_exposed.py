@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.exposed import ENGINES, job_of
-from benchmarks.exposed_changes import (
+from benchmarks.plans.exposed import ENGINES, job_of
+from benchmarks.plans.exposed_changes import (
     finer,
     gathered_together,
     norms_first,

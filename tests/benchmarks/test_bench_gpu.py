@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py`: the table, the result, and that no check can end another."""
+"""`benchmarks/accelerator/gpu.py`: the table, the result, and that no check can end another."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.accelerator import two_devices
+from benchmarks import program
 from benchmarks.accelerator.bench import Bench
 from benchmarks.accelerator.check import CHECKS, Check
+from benchmarks.accelerator.checks import two_devices
 from benchmarks.accelerator.device import accelerator
 from benchmarks.accelerator.private_names import NAMES, missing
 from benchmarks.accelerator.row import Row, Verdict
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(accelerator() is not None, reason="these are abo
 
 
 def run_script(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *args]
+    command = [sys.executable, *program("gpu"), *args]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
@@ -65,7 +66,7 @@ def test_checks_have_names_and_what_is_not_one_is_a_mistake() -> None:
 
 
 def test_a_failure_is_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import gpu
+    from benchmarks.accelerator import gpu
 
     monkeypatch.setattr(gpu, "CHECKS", (Check("planted", "", 60, "tests.benchmarks.gpu_check_broken"),))
     assert gpu.main(["--out", str(tmp_path)]) == 1
@@ -74,7 +75,7 @@ def test_a_failure_is_the_exit_status(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_limits_of_all_checks_are_near_nine_minutes() -> None:
-    from benchmarks import gpu
+    from benchmarks.accelerator import gpu
 
     assert gpu.BUDGET_S <= 9 * 60 - 20, "starting, facts and writing take their time too"
     assert all(check.limit_s < gpu.BUDGET_S / 4 for check in CHECKS)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.launches import CLIP_MOST, REDUCE, SHAPES, Row, clip_of, of_sharding
+from benchmarks.steps.launches import CLIP_MOST, REDUCE, SHAPES, Row, clip_of, of_sharding
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner import (
+from benchmarks.plans.planner import (
     GIB,
     Forecasted,
     feasibility_lines,
@@ -16,12 +16,12 @@ from benchmarks.planner import (
     out_of_memory_lines,
     unscored_lines,
 )
-from benchmarks.published.bundles import BundleRoofline, bundled
-from benchmarks.published.choose import Case, Choice
-from benchmarks.published.recordings import Memory, Steps, steps_of, without_second
-from benchmarks.published.rows import DATA, OUT_OF_MEMORY, Row, read, read_what_can_be, row_of
-from benchmarks.published.score import Scored, headline, merge, percentile, quantiles
-from benchmarks.published.timing import Timed, time_row
+from benchmarks.plans.published.bundles import BundleRoofline, bundled
+from benchmarks.plans.published.choose import Case, Choice
+from benchmarks.plans.published.recordings import Memory, Steps, steps_of, without_second
+from benchmarks.plans.published.rows import DATA, OUT_OF_MEMORY, Row, read, read_what_can_be, row_of
+from benchmarks.plans.published.score import Scored, headline, merge, percentile, quantiles
+from benchmarks.plans.published.timing import Timed, time_row
 from shardwise.plan.dry_run.recording import Collective, Facts, Kernel, KernelKind, StepPhase, UnitMark, Wait
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.hardware.devices import device_names, find_device, find_interconnect

@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks import planner_speed
-from benchmarks.launch import JobFailed
-from benchmarks.process_tree import Ran, watched
+from benchmarks.common.launch import JobFailed
+from benchmarks.common.process_tree import Ran, watched
+from benchmarks.plans import planner_speed
 
 MIB = 2**20
 HOLD = "import time; held = b'x' * (64 * 2**20); time.sleep(0.4)"

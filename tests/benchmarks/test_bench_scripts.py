@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.target import Target, paired_ratio
+from benchmarks import on_ranks, program
+from benchmarks.common.target import Target, paired_ratio
 
 ROOT = Path(__file__).parents[2]
 TINY_SHAPE = {"layers": 1, "width": 16, "heads": 2, "vocab": 32, "seq": 8, "batch": 1}
@@ -21,8 +22,8 @@ TINY_GPT = [
 TINY_OVERHEAD = ["--units=2", "--parameters=3", "--repeats=2", "--rounds=1", "--worlds", "2", "4"]
 
 
-def _run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *args]
+def _run(name: str, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *program(name), *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=270, check=False)
 
 
@@ -36,7 +37,7 @@ def _result(directory: Path) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_peers_agree_on_losses_and_bytes(tmp_path: Path) -> None:
-    done = _run("peers.py", *TINY_GPT, "--engines", "ddp,fsdp2", "--out", str(tmp_path / "peers.json"))
+    done = _run("peers", *TINY_GPT, "--engines", "ddp,fsdp2", "--out", str(tmp_path / "peers.json"))
     assert done.returncode == 0, done.stderr
     engines = _result(tmp_path)["engines"]
     assert isinstance(engines, dict)
@@ -48,7 +49,7 @@ def test_peers_agree_on_losses_and_bytes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_overhead_measures_fsdp2_over_plain(tmp_path: Path) -> None:
     out = str(tmp_path / "overhead.json")
-    done = _run("overhead.py", *TINY_OVERHEAD, "--engines", "plain,fsdp2", "--out", out)
+    done = _run("overhead", *TINY_OVERHEAD, "--engines", "plain,fsdp2", "--out", out)
     assert done.returncode == 0, done.stderr
     overheads = _result(tmp_path)["overheads_s"]
     assert isinstance(overheads, dict)
@@ -59,7 +60,7 @@ def test_overhead_measures_fsdp2_over_plain(tmp_path: Path) -> None:
 def test_checkpoints_are_timed_beside_dcp(tmp_path: Path) -> None:
     out = str(tmp_path / "checkpoint.json")
     sizes = [f"--{name}={size}" for name, size in TINY_SHAPE.items() if name != "batch"]
-    done = _run("checkpoint.py", *sizes, "--rounds=1", "--repeats=1", "--directory", str(tmp_path), "--out", out)
+    done = _run("checkpoint", *sizes, "--rounds=1", "--repeats=1", "--directory", str(tmp_path), "--out", out)
     assert done.returncode == 0, done.stderr
     result: Any = _result(tmp_path)
     assert len(result["targets"]) == 6
@@ -76,7 +77,7 @@ def test_checkpoints_are_timed_beside_dcp(tmp_path: Path) -> None:
 def test_initial_numbers_are_timed(tmp_path: Path) -> None:
     out = str(tmp_path / "initialisation.json")
     done = _run(
-        "initialisation.py",
+        "initialisation",
         "--ranks=1",
         "--rounds=1",
         "--blocks=1",
@@ -94,12 +95,12 @@ def test_initial_numbers_are_timed(tmp_path: Path) -> None:
 
 
 def test_unknown_engine_is_one_line() -> None:
-    done = _run("peers.py", "--engines", "fsdp3")
+    done = _run("peers", "--engines", "fsdp3")
     assert done.returncode == 2
     assert done.stderr.startswith("error: unknown engine 'fsdp3'; known are alone, ddp")
-    done = _run("peers.py", "--steps", "0")
+    done = _run("peers", "--steps", "0")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "'0': must be a whole number of at least 1 (see peers.py --help)" in done.stderr
+    assert "'0': must be a whole number of at least 1 (see benchmarks peers --help)" in done.stderr
 
 
 def test_targets_compare_round_by_round() -> None:
@@ -111,9 +112,8 @@ def test_targets_compare_round_by_round() -> None:
 
 @pytest.mark.slow
 def test_owners_send_what_arithmetic_says(tmp_path: Path) -> None:
-    script = str(ROOT / "benchmarks" / "whole_matrix.py")
     tiny = ["--rounds=1", "--layers=1", "--width=24", "--out", str(tmp_path / "whole-matrix")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script, *tiny]
+    command = [sys.executable, *on_ranks(2, *program("whole_matrix"), *tiny)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=270, check=False)
     assert done.returncode == 0, done.stderr
     result: Any = _result(tmp_path)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner import RESULTS
-from benchmarks.published import spread
-from benchmarks.published.rows import read
-from benchmarks.published.spread import Seen, held, newest, range_lines, ranges, seen, write_table
+from benchmarks.plans.planner import RESULTS
+from benchmarks.plans.published import spread
+from benchmarks.plans.published.rows import read
+from benchmarks.plans.published.spread import Seen, held, newest, range_lines, ranges, seen, write_table
 from shardwise.plan.hardware.spread import OTHERS
 
 HUNDRED = [Seen("a", "x", 0.5 + n / 100) for n in range(1, 101)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from benchmarks.wire import Wire, counting, loopback_sent_bytes, python_all_reduce_hook
+from benchmarks.steps.wire import Wire, counting, loopback_sent_bytes, python_all_reduce_hook
 
 RANKS = 2
 NUMEL = 6  # fp32, so 24 bytes

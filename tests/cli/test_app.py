@@ -82,7 +82,7 @@ def test_without_the_extra_one_line_says_what_to_install(
 
 
 def test_bench_hands_its_options_to_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "peers.py").write_text("import sys; sys.exit(sys.argv[1:] != ['--layers', '2', '--help'])")
+    (tmp_path / "peers.py").write_text("import sys; sys.exit(sys.argv[1:] != ['peers', '--layers', '2', '--help'])")
     monkeypatch.setattr(bench, "SCRIPT", tmp_path / "peers.py")
     assert run(["bench", "--layers", "2", "--help"]) == 0
     assert run(["bench", "--layers", "3"]) == 1

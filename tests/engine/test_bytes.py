@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from benchmarks.wire import counting
+from benchmarks.steps.wire import counting
 from shardwise.engine.lookup import require_engine
 from tests.comm.recording import RecordingCollectives
 from tests.engine.cases import CASES, FP32, MIXED, Case, collectives, dtype_of

@@ -32,7 +32,7 @@ import torch, torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardwise as sw
-from benchmarks.gpt import GPT, GPTShape
+from benchmarks.common.gpt import GPT, GPTShape
 
 rank, world_size = int(sys.argv[1]), 64
 torch.set_num_threads(1)

@@ -218,7 +218,7 @@ app.command()(plan_command.plan)
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> int:
-    """Time this engine beside DDP, FSDP1, FSDP2 and DeepSpeed on this machine, with options of benchmarks/peers.py."""
+    """Time this engine beside DDP, FSDP1, FSDP2 and DeepSpeed, with the options of `python benchmarks peers`."""
     return bench_script.run(context.args)
 
 

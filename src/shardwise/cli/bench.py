@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardwise.errors import UserError
 
-SCRIPT = Path("benchmarks") / "peers.py"
+SCRIPT = Path("benchmarks") / "__main__.py"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -18,7 +18,7 @@ def run(arguments: Sequence[str]) -> int:
         UserError: shardwise was not installed from a source tree, and the working directory is not one.
     """
     environment = {**os.environ, "SHARDWISE_COMMAND": "shardwise bench"}
-    command = [sys.executable, str(find_script()), *arguments]
+    command = [sys.executable, str(find_script()), "peers", *arguments]
     return subprocess.run(command, check=False, env=environment).returncode
 
 

@@ -1,5 +1,5 @@
-"""Reductions that do not end in the shard's gradient: sums in the shard group that wait for the replicas, sums that a
-user's hook is to see, and gradients of penalties, which come as this rank's piece."""
+"""Reductions that are not written into the shard's gradient directly: sums in the shard group that wait for the
+replicas, sums that a user's hook sees first, and gradients of penalties, which arrive as this rank's piece."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.engine.units.unit import Unit
 
 
 def lies_apart(unit: Unit, mesh: Mesh) -> bool:
-    """Whether the sums in the shard group are to lie in memory of their own."""
+    """Whether the unit's sums in the shard group must lie in memory of their own."""
     reducing, apart = unit.gradients.reducing, unit.gradients.apart
     if mesh.replicate.world_size == 1:
         return reducing.hook is not None
@@ -22,9 +22,9 @@ def lies_apart(unit: Unit, mesh: Mesh) -> bool:
 
 
 def start_apart(unit: Unit, slot: Slot[Unit], label: int, mesh: Mesh, in_flight: InFlight) -> None:
-    """Start reducing a slot with this rank's slices in memory of their own, where they may wait for the replicas. Every
-    rank must call this."""
-    in_flight.finish_of(unit)  # the slices may be on their way
+    """Start to reduce a slot into slices in memory of their own, where they may wait for the replicas. Every rank must
+    call this."""
+    in_flight.finish_of(unit)  # an earlier reduction may still use the slices
     apart, replicate = unit.gradients.collect_apart(), mesh.replicate
     alone = replicate.world_size == 1
     waits = not unit.gradients.reducing.over_replicas and not alone
@@ -37,7 +37,7 @@ def start_apart(unit: Unit, slot: Slot[Unit], label: int, mesh: Mesh, in_flight:
 
 
 def mean_over_replicas(piece: Tensor, replicate: Collectives, label: int) -> Tensor:
-    """A copy of this rank's piece, averaged over its replicas. Every rank must call this."""
+    """Return a copy of this rank's piece, averaged over the replicas. Every rank must call this."""
     piece = piece.detach().clone()
     if replicate.world_size > 1:
         replicate.all_reduce(piece, label=label).wait()

@@ -1,8 +1,8 @@
-"""Steps of optimizers that are taken in backward, unit by unit, as soon as a unit's gradient is complete.
+"""Optimizer steps that are taken in backward, unit by unit, as soon as a unit's gradient is complete.
 
-A unit's gradient is complete when the graph of this backward has no more of it on any rank. Ranks agree on that, and on
-which gradients exist, once for each unit; what is not complete then takes its step when backward is over. So each
-parameter takes the step that it would have taken after backward.
+A unit's gradient is complete when the graph of this backward has no more of it to come on any rank. Ranks agree on
+that, and on which gradients exist, once for each unit; a unit that is not complete then is updated when backward is
+over. So each parameter gets the update that it would have got after backward.
 """
 
 from __future__ import annotations
@@ -35,29 +35,30 @@ def _unwatched(unit: Unit) -> AbstractContextManager[None]:
 
 
 class BackwardSteps:
-    """Of the optimizers of one engine's units. In graph order, alike on every rank."""
+    """The steps of one engine's optimizers in backward. All happen in graph order, alike on every rank."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
         self._optimizers: dict[Optimizer, Clip | None] = {}
         self._reduced: dict[Unit, None] = {}
-        """Whose reduction was begun since ranks looked last."""
+        """Units whose reduction was begun since the last `take_early`."""
         self._is_early = True
-        """Off from when ranks agree on the fates of all gradients until they are handed out."""
+        """False from `close`, before ranks agree on the fates of all gradients, until these are handed out."""
         self._stepped: set[Unit] = set()
-        """In this backward."""
+        """Units that were updated in this backward."""
         self._versions: dict[Unit, int] = {}
-        """Of all units' weights, once the first unit has taken its step in this backward; each after its own step."""
+        """Versions of all units' weights when this backward was about to update the first unit; for a unit updated
+        since, its version after that."""
         self._torn: dict[Unit, int] = {}
-        """After a backward that raised half way: `_versions`."""
+        """`_versions` of a backward that raised after some units had been updated; empty otherwise."""
         self._watch: Watch = _unwatched
 
     def watch(self, watch: Watch) -> None:
-        """Enter `watch(unit)` around every unit's step from here on."""
+        """Enter `watch(unit)` around every unit's step from now on."""
         self._watch = watch
 
     def add(self, optimizer: Optimizer, clip: Clip | None) -> None:
-        """Take this optimizer's steps too. No communication."""
+        """Take this optimizer's steps in backward from now on. No communication."""
         self._optimizers[optimizer] = clip
 
     @property
@@ -71,16 +72,16 @@ class BackwardSteps:
 
     @staticmethod
     def refuse(what: str, reason: str) -> NoReturn:
-        """Raise the UsageError for what does not go together with steps in backward."""
+        """Raise the UsageError for `what`, which cannot be combined with steps in backward."""
         raise UsageError(f"{what} with sw.optimizer_in_backward: {reason}. Leave one of the two out")
 
     def note(self, unit: Unit) -> None:
-        """A reduction of the unit begins."""
+        """Note that a reduction of the unit begins."""
         self._reduced[unit] = None
 
     def take_early(self) -> None:
-        """Every reduction is finished, and another one is about to begin: step the units that are complete. Every rank
-        must call this."""
+        """Step the units that are complete, when the sums of all reductions are there and another reduction is about to
+        begin. Every rank must call this."""
         for unit in self._reduced if self._is_early else ():
             flags = unit.gradients.fates() + bytes([_awaits_more(unit)])
             *fates, awaits_more = self._control.agree(Moment.UNIT_REDUCED, flags)
@@ -92,10 +93,9 @@ class BackwardSteps:
         self._reduced.clear()
 
     def step(self, unit: Unit, fates: Sequence[int]) -> None:
-        """The unit's gradients have been handed out: step it, if there are any, and give their memory back. In
-        `hooks_run`.
+        """Step the unit, whose gradients have been handed out, if there are any, and free them. Call it in `hooks_run`.
 
-        Raises UsageError, on every rank, if it took its step in this backward before.
+        Raises UsageError, on every rank, if the unit was already updated in this backward.
         """
         if not self._optimizers or not any(fates):
             return
@@ -112,7 +112,7 @@ class BackwardSteps:
             with self._watch(unit):
                 self._step(unit)
             unit.stepped()
-        finally:  # a step that raises may have written some
+        finally:  # a step that raises may have written some parameters
             self._versions[unit] = unit.version
         for group in unit.groups:
             group.gradients.release()
@@ -130,17 +130,17 @@ class BackwardSteps:
                 parameter.grad = None
 
     def close(self) -> None:
-        """Autograd is done: what has not taken its step yet takes it when all gradients are handed out."""
+        """Stop early steps because autograd is done: the other units are updated when all gradients are handed out."""
         self._is_early = False
 
     def end(self) -> None:
-        """Backward is over."""
+        """End the backward."""
         self._is_early = True
         self._reduced.clear()
         self._stepped.clear()
 
     def abandon(self, units: Sequence[Unit]) -> None:
-        """Backward raised. Which units had taken their step by then differs between ranks."""
+        """Drop all gradients after a backward that raised. Which units were updated by then differs between ranks."""
         if not self._optimizers:
             return
         if self._stepped:
@@ -154,7 +154,8 @@ class BackwardSteps:
         self.end()
 
     def check(self) -> None:
-        """Raise UsageError if a backward raised half way and not all weights have been written since."""
+        """Raise UsageError if a backward raised after it had updated some units, and not all weights were written
+        since."""
         torn = [unit.fqn for unit, version in self._torn.items() if unit.version == version]
         if torn:
             raise UsageError(
@@ -166,7 +167,7 @@ class BackwardSteps:
 
 
 def _awaits_more(unit: Unit) -> bool:
-    """Whether this rank's backward has more gradients of the unit to come, as far as autograd knows."""
+    """Whether more gradients of the unit are to come in this rank's backward, as far as autograd knows."""
     return any(
         sum(map(_is_due, (unit.groups[g].leaves[i], unit.groups[g].sharded[i]))) > unit.gradients.arrivals((g, i))
         for g, i in unit.gradients.keys
@@ -174,7 +175,7 @@ def _awaits_more(unit: Unit) -> bool:
 
 
 def _is_due(leaf: Tensor) -> bool:
-    """Whether the backward under way brings a gradient to the leaf, or has brought it."""
+    """Whether the backward under way computes a gradient of the leaf, or has computed it."""
     if not leaf.requires_grad:
         return False
     with torch.enable_grad():

@@ -1,10 +1,11 @@
-"""What ranks agree on besides data: that they do the same, and which gradients exist.
+"""What ranks agree on besides data: that they issue the same collectives, and which gradients exist.
 
 Each rank hashes what it issues, one gather or reduction after the other. At some moments all ranks exchange their
-hashes, on their hosts: when an outermost forward that issued something ends, before its output is returned, when a
-backward ends, before gradients are handed out, and when units were unsharded by hand between steps. Nothing waits for a
-device. Ranks whose hashes differ then show what they did, and all raise the error that names the first difference. (On
-CPUs collectives carry labels too, so that ranks that wait for one another at different things notice at once.)"""
+hashes, between their hosts: when an outermost forward that issued something ends, before its output is returned; when a
+backward ends, before gradients are handed out; after each unit's reduction, if optimizers step in backward; and when
+units were unsharded by hand between steps. Nothing waits for a device. Ranks whose hashes differ then exchange their
+logs, and all raise the error that names the first difference. (On CPUs collectives carry labels too, so that ranks that
+wait for one another in different collectives notice at once.)"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ _MOMENTS = {
 
 
 class Control:
-    """What this rank did since all ranks agreed last, and how they agree."""
+    """The log of what this rank issued since all ranks last agreed, and the means to agree."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -69,29 +70,30 @@ class Control:
 
     @staticmethod
     def gather_label(unit_index: int) -> int:
-        """Of a collective that gathers a unit."""
+        """Return the label of a collective that gathers the unit."""
         return _FIRST_UNIT_LABEL + 2 * unit_index
 
     @staticmethod
     def reduce_label(unit_index: int) -> int:
-        """Of one that reduces its gradients."""
+        """Return the label of a collective that reduces the unit's gradients."""
         return _FIRST_UNIT_LABEL + 2 * unit_index + 1
 
     def note(self, label: int) -> None:
-        """This rank issues the collective. No communication."""
+        """Note that this rank issues a collective with this label. No communication."""
         self._log.append(label)
         self._hash = (self._hash * _PRIME ^ label) & _MASK
 
     @property
     def has_news(self) -> bool:
-        """Whether anything was issued since ranks agreed last."""
+        """Whether anything was issued since ranks last agreed."""
         return bool(self._log)
 
     def agree(self, moment: Moment, flags: bytes = b"") -> bytes:
-        """The elementwise greatest of all ranks' flags. Every rank must call this at the same moments.
+        """Compare what ranks issued, and return the elementwise maximum of all ranks' flags. Every rank must call this
+        at the same moments.
 
         Raises:
-            MismatchError: on every rank, if ranks issued different things since they agreed last.
+            MismatchError: on every rank, if ranks issued different things since they last agreed.
         """
         own = _HEAD.pack(self._hash, self._rank, self._hash, self._rank) + flags
         told = self._over_all_groups(own, _combine, moment)
@@ -113,7 +115,7 @@ class Control:
         return message
 
     def abandon(self) -> None:
-        """This rank raised and does not come to the next moment. Waits for no peer."""
+        """Tell peers that this rank raised and will not reach the next moment. Waits for no peer."""
         for group in self._groups:
             group.abandon()
         self._log.clear()
@@ -140,7 +142,8 @@ class Control:
 
 
 def _combine(left: bytes, right: bytes) -> bytes:
-    """The least and the greatest hash of both, and the greatest flags."""
+    """Combine two messages: the least and the greatest hash of both, with their ranks, and the elementwise greatest
+    flags."""
     a, b = _HEAD.unpack_from(left), _HEAD.unpack_from(right)
     head = _HEAD.pack(*min(a[:2], b[:2]), *max(a[2:], b[2:]))
     ours, theirs = (np.frombuffer(text, dtype=np.uint8, offset=_HEAD.size) for text in (left, right))

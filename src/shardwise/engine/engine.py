@@ -2,9 +2,9 @@
 
 It acts in five kinds of hooks: before and after a unit's forward, when the gradient of a unit's output
 arrives (its backward begins), when the gradient of its first input is complete (its backward is over), and when
-autograd is done. At other times a unit is unsharded on demand only, when a saved tensor is unpacked.
+autograd is done. At other times a unit is unsharded only on demand, for example when a saved tensor is unpacked.
 
-Hooks of backward tell how far it has come; what is due follows from the calls of the forward pass (`units/calls.py`).
+Hooks in backward report how far it has come; what is due follows from the calls of the forward pass (`units/calls.py`).
 The engine decides when; the `Unsharder` finds the slot, the `Reducer` sums the gradients, and each unit's own objects
 keep its state.
 """
@@ -55,29 +55,29 @@ class Backward(enum.Enum):
     RUNNING = "running"
     """Autograd is at work, and may recompute forwards."""
     ENDING = "ending"
-    """Autograd is done or has given up; gradients are not handed out yet. Only a backward that raised stays here, until
-    `clear_up`."""
+    """Autograd is done or raised; gradients are not handed out yet. Only a backward that raised stays in this state,
+    until `clear_up` or the next backward."""
 
 
 def _nothing() -> None:
-    """What a weak reference gives when its object is gone."""
+    """Stand in for a weak reference whose object is gone: return None."""
 
 
 def _on_dropped(engine: weakref.ref[Engine], _: object) -> None:
-    """Autograd has dropped the callback of a backward: it ran, or the backward raised. Nothing else reports
-    the latter, and the user's next call has to find modules that hold the sharded parameters."""
+    """Called when autograd drops the callback that ends a backward: it ran, or the backward raised. Nothing else tells
+    that a backward raised, and modules must hold the sharded parameters again before the user's next call."""
     held = engine()
     if held is not None and held.backward is not Backward.NONE:
         held.backward_raised()
 
 
 class Engine:
-    """Units of one model, and the order in which they are needed."""
+    """The engine of one sharded model: its units, and the order in which they are needed."""
 
     def __init__(
         self, mesh: Mesh, strategy: Strategy, precision: Precision, slots: int, resharding: bool | int, align: int = 1
     ) -> None:
-        """`precision`, `resharding`, `align`: as `shard` was given them; units adopted from below have their own."""
+        """`precision`, `resharding`, `align`: as given to `shard`; units of modules sharded before keep their own."""
         self.mesh = mesh
         self.strategy = strategy
         self.precision = precision
@@ -87,7 +87,7 @@ class Engine:
         self.units: list[Unit] = []
         """Outermost first."""
         self.root: Unit
-        """The first of them. Set when units are installed."""
+        """The first unit. Set by `install`."""
         self.schedule = Schedule()
         self.control = Control(mesh)
         self.unsharder = Unsharder(mesh, self.control, self.schedule, slots)
@@ -95,23 +95,23 @@ class Engine:
         self.loans = Loans(self.unsharder, self.schedule, partial(self._use, again=False))
         self.saved = SavedTensors(self.unsharder.slots, self._on_enter, self._unshard_on_demand)
         self.forwards = Forwards()
-        """Under way, of units."""
+        """The forwards of units that are under way."""
         self.backward = Backward.NONE
         self.is_suspended = False
-        """`sw.unsharded` is inside: modules hold full parameters and the hooks stand still."""
+        """Whether `sw.unsharded` is active: modules hold full parameters and the hooks do nothing."""
         self.refuses_autocast = True
-        """Over fp32 units. Dry runs of engines that take it do not."""
+        """Whether autocast over fp32 units raises. False in dry runs of engines that allow it."""
         self._is_allocated = False
         self._passes = 0
-        """Outermost forwards so far."""
+        """Number of forward passes so far, those of recomputations included."""
         self._ahead_of_backward = 0
-        """Outermost forwards in grad mode since the last one of the root or the last backward, whichever is later."""
+        """Number of outermost forwards in grad mode since the last backward, or from the root's last one if later."""
         self._walked: list[ForwardPass[Unit]] = []
-        """Of the backward under way: the passes it has come through, in that order."""
+        """The forward passes that the backward under way has reached, in the order in which it reached them."""
         self._finisher: Callable[[], object] = _nothing
-        """Weakly, the callback that autograd holds until the backward under way is over or has raised."""
+        """Weak reference to the callback that autograd holds until the backward under way is over or has raised."""
         self.late_parameters: LateParameters
-        """Set when units are installed."""
+        """Set by `install`."""
 
     # Setting up ---------------------------------------------------------------------------------------------------
 
@@ -127,12 +127,12 @@ class Engine:
 
     @property
     def nesting(self) -> int:
-        """How deep units lie inside one another, the root not counted."""
+        """How many units other than the root lie around a unit, at most."""
         return max((len(unit.ancestors) - 1 for unit in self.units), default=0) if len(self.units) > 1 else 0
 
     def allocate(self) -> None:
-        """Allocate every slot that is not there yet. Called before the first forward; every rank does so at the same
-        point."""
+        """Allocate every slot that is missing, as in the first forward and after `release` or a change of
+        `requires_grad`. Every rank must call this at the same point."""
         if self._is_allocated:
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -141,14 +141,14 @@ class Engine:
         self._is_allocated = True
 
     def hand_over(self) -> None:
-        """Give up everything but the units: another engine takes them over."""
+        """Release everything but the units, because another engine takes them over."""
         self.release()
         for unit in self.units:
             unit.leave()
 
     def release(self) -> None:
-        """Give slots and reduce slots up until the next forward or backward. Only between steps, where no gradient
-        waits to be reduced; every rank must call this."""
+        """Free all slots until the next forward or backward allocates them again. To be called between steps, while no
+        gradient waits to be reduced; every rank must call this."""
         self.reshard_all()
         self.unsharder.release(self.units)
         self.reducer.slots.release(self.units)
@@ -156,7 +156,7 @@ class Engine:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, modules hold full parameters that the engine knows nothing of, and its hooks stand still."""
+        """Inside the block, modules hold full parameters that the engine does not know of, and its hooks do nothing."""
         before, self.is_suspended = self.is_suspended, True
         try:
             yield
@@ -177,12 +177,12 @@ class Engine:
 
     @hide_from_dynamo
     def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """A unit's forward begins."""
+        """Begin a unit's forward. Returns its arguments: cast if the unit's settings say so, the first input marked."""
         if self.is_suspended:
             return args, kwargs
         if _transform() is None:
             place = self._enter_forward(unit)
-        else:  # torch.func's (jvp), which would wrap the views that slots keep
+        else:  # torch.func's (jvp), which would wrap the views that slots cache
             with temporarily_clear_interpreter_stack():
                 place = self._enter_forward(unit)
         if unit.settings.inputs is not None:
@@ -208,7 +208,7 @@ class Engine:
         place = forward, call
         self.saved.enter(place)
         self.forwards.begin(unit)
-        if not recompute or not unit.calls.in_backward:  # else it is unsharded, and ranks may not all recompute
+        if not recompute or not unit.calls.in_backward:  # else unsharded already; some ranks may not recompute
             self.schedule.record(Event(Phase.FORWARD, unit.index))
         unit.calls.begin_forward(call)
         self._use(unit, again=False)
@@ -223,7 +223,7 @@ class Engine:
         self.unsharder.read_ahead(self.units)
 
     def _forward_pass(self, recompute: bool) -> ForwardPass[Unit]:
-        """The pass of the call under way, else a new one. A recomputation has a pass of its own."""
+        """Return the pass of the innermost call under way, or else a new one. A recomputation has a pass of its own."""
         if self.saved.innermost is not None:
             forward, around = self.saved.innermost
             if around.recompute == recompute:
@@ -233,14 +233,14 @@ class Engine:
 
     @hide_from_dynamo
     def post_forward(self, unit: Unit, output: object) -> object:
-        """A unit's forward is over, or raised (then `output` is None and the return value is ignored)."""
+        """End a unit's forward, which returned or raised (then `output` is None and the return value is ignored)."""
         call = unit.calls.end_forward()
         if call is None:
             return output  # a user's pre-forward hook raised before ours ran
         try:
             output = self._end_forward(unit, call, output)
         except KeyboardInterrupt:
-            raise  # in the middle of it: the next forward clears up
+            raise  # the end is only half done: the next forward clears up
         except BaseException:
             self.forwards.pop()
             raise
@@ -265,7 +265,7 @@ class Engine:
         return output
 
     def _exit_forward(self, call: Call[Unit], lent: Sequence[Call[Unit]], failure: BaseException | None) -> None:
-        """Agree with the other ranks, if this was an outermost forward, and let go of the unit and what was `lent`."""
+        """Agree with the other ranks after an outermost forward, then let go of the unit and of those `lent` to it."""
         try:
             if len(self.forwards) == 1 and not call.recompute:
                 self.unsharder.settle()
@@ -281,9 +281,9 @@ class Engine:
                 self._leave_forward(over.unit, over)
 
     def _compare(self, failure: BaseException | None) -> None:
-        """An outermost forward is over: its output is returned only after ranks are known to have done the same."""
+        """Compare, at the end of an outermost forward, what ranks issued, before the output is returned."""
         if failure is not None:
-            if self.control.has_news or torch.is_grad_enabled():  # else a rank may well be evaluating alone
+            if self.control.has_news or torch.is_grad_enabled():  # else this rank may be evaluating alone
                 self.control.abandon()
         elif self.control.has_news:
             self.control.agree(Moment.FORWARD_END)
@@ -306,19 +306,19 @@ class Engine:
         wants_backward = torch.is_grad_enabled()
         is_last = wants_backward and unit is self.root
         if is_last or ((wants_backward or unit.has_several) and self._follows_itself(unit)):
-            return  # the slot would serve nobody in between
+            return  # no other unit would use the slot in between
         if wants_backward:
             unit.parameters.store_secondary()
         self.unsharder.reshard(unit)
 
     def written_in_place(self, unit: Unit) -> str | None:
-        """A parameter that modules have written in the slot; None where this rank has no other's copy."""
+        """Name of a parameter that was written in the slot; None if none, or if the slot is the model's only copy."""
         is_own = unit.parameters.is_pinned and self.mesh.world_size == 1
         return None if is_own else unit.parameters.written_in_place()
 
     def _follows_itself(self, unit: Unit) -> bool:
-        """Whether the unit is the next that is needed: its own backward, apart from those of the units around it; or
-        the next call, where it has several modules."""
+        """Whether the schedule predicts that this unit is needed next, apart from the units around it: for its backward
+        or, if it has several modules, for its next call."""
         around = {ancestor.index for ancestor in unit.ancestors}
         for event in self.schedule.upcoming():
             if event.phase is Phase.FORWARD and not unit.has_several:
@@ -328,10 +328,10 @@ class Engine:
         return False
 
     def _begin_step(self, unit: Unit) -> None:
-        """An outermost forward begins: clear up after an interrupted step and follow the user's changes.
+        """Begin an outermost forward: clear up after an interrupted step and follow the user's changes.
 
-        Where the root is only a container (a GAN's halves, each called), all calls up to a backward make one step.
-        """
+        If the root is only a container (of a GAN's two halves, called one by one), all calls up to a backward make one
+        step."""
         self.clear_up()
         self.unsharder.begin(self.units)
         self.loans.hide_stale()
@@ -339,7 +339,7 @@ class Engine:
         if unit is self.root:
             self._ahead_of_backward = 0
         if torch.is_grad_enabled():  # else a rank may be evaluating alone
-            whole.forget(self.units)  # every rank alike
+            whole.forget(self.units)  # on every rank
             self.late_parameters.check()
             self.reducer.steps.check()
         self.follow_requires_grad()
@@ -348,7 +348,7 @@ class Engine:
         self._ahead_of_backward += torch.is_grad_enabled()
 
     def follow_requires_grad(self) -> None:
-        """Between steps, or as a backward begins."""
+        """Carry the user's `requires_grad_()` calls over to the leaves, between steps or when a backward begins."""
         for unit in self.units:
             if sum(group.follow_requires_grad() for group in unit.groups):
                 unit.hook_gradients()
@@ -361,20 +361,20 @@ class Engine:
         leaves = call.unit.parameters.leaf_ids
         tensors = [output] if isinstance(output, Tensor) else [*output_tensors(output)]
         if not leaves.isdisjoint(map(id, tensors)):
-            # A leaf itself loses its data when the unit is released; a view of it keeps the storage.
+            # A leaf loses its data when the unit is resharded; a view of the leaf keeps the storage.
             output = exchange_tensors(output, lambda p: p.view_as(p) if id(p) in leaves else p)
             tensors = [*output_tensors(output)]
         if torch.is_grad_enabled():
             watched = [tensor for tensor in tensors if tensor.requires_grad]
             forward.end(call, has_backward=bool(watched) or any(group.trainable for group in call.unit.groups))
-            for tensor in watched if call.end >= 0 else ():  # else grad mode was turned on inside
+            for tensor in watched if call.end >= 0 else ():  # else the call turned grad mode on
                 tensor.register_hook(partial(self._on_enter, place))
         return output
 
     # Backward -------------------------------------------------------------------------------------------------------
 
     def _on_enter(self, place: Place, grad: Tensor | None = None) -> None:
-        """Backward has come to the end of a call: a gradient of its output arrived, or something saved is unpacked."""
+        """Backward has come to the end of a call: a gradient of its output arrived, or a saved tensor is unpacked."""
         forward, call = place
         self._walk_back(forward, call.end)
 
@@ -388,7 +388,7 @@ class Engine:
         if forward.follow(torch._C._current_graph_task_id()):
             self.begin_backward()
             for newer in [other for other in self._walked if other.order > forward.order]:
-                self._pass(newer)  # autograd is through with it
+                self._pass(newer)  # autograd has finished with it
             self._walked.append(forward)
         self._pass(forward, position)
 
@@ -400,15 +400,15 @@ class Engine:
                 self._exit(call)
 
     def _enter(self, call: Call[Unit]) -> None:
-        """The call's backward begins."""
+        """Begin the call's backward."""
         unit = call.unit
         unit.calls.begin_backward(call)
-        self.reducer.open(unit)  # before anything computes: the unit's gradients come from here on
+        self.reducer.open(unit)  # before anything computes: the unit's gradients arrive from here on
         self.schedule.record(Event(Phase.BACKWARD, unit.index))
         self._use(unit, again=True)
 
     def _exit(self, call: Call[Unit]) -> None:
-        """The call's backward is over."""
+        """End the call's backward."""
         unit = call.unit
         unit.calls.end_backward(call)
         if call.is_first:  # else gradients of the unit's earlier calls are still to be added to the slot
@@ -423,7 +423,7 @@ class Engine:
             self.unsharder.reshard(unit)
 
     def _unshard_on_demand(self, unit: Unit) -> None:
-        """A saved tensor of `unit` is about to be used by backward."""
+        """Unshard `unit` if need be, because backward is about to use a saved tensor or a parameter of it."""
         self.begin_backward()
         if unit.parameters.state in (ParameterState.SHARDED, ParameterState.UNSHARDING):
             if not unit.calls.in_backward:
@@ -432,8 +432,8 @@ class Engine:
 
     @hide_from_dynamo
     def lend(self, unit: Unit) -> bool:
-        """An operation needs whole parameters of the unit, outside a call of it. Returns whether they can be had: in a
-        forward or a backward of the model."""
+        """Unshard the unit for an operation that reads its parameters outside a call of it. Returns False, and does
+        nothing, outside a forward or backward of the model."""
         if self.saved.innermost is not None and not self.forwards.are_over and not self.is_suspended:
             self.loans.read(unit, self.saved.innermost)
         elif self.backward is Backward.RUNNING:
@@ -443,7 +443,7 @@ class Engine:
         return True
 
     def begin_backward(self) -> None:
-        """Inside a backward of autograd's: have it end as one of this model's, whatever it comes to."""
+        """Make the backward that autograd is running end with `_finish_backward`, unless that is arranged already."""
         if self.backward is Backward.RUNNING:
             return
         if self.backward is Backward.ENDING and self._finisher() is None:  # dropped: the last backward raised
@@ -453,13 +453,13 @@ class Engine:
             self.allocate()
             for unit in self.units:
                 unit.gradients.hide_waiting()
-            finisher = partial(self._finish_backward)  # an object of its own: autograd alone keeps it
+            finisher = partial(self._finish_backward)  # a new object, which only autograd keeps
             torch.autograd.Variable._execution_engine.queue_callback(finisher)  # raises outside a backward
             self._finisher = weakref.ref(finisher, partial(_on_dropped, weakref.ref(self)))
             self.backward = Backward.RUNNING
 
     def on_gradient(self, unit: Unit, key: Key, grad: Tensor) -> None:
-        """Autograd has come to this rank's gradient of a parameter."""
+        """Take this rank's gradient of a parameter, which autograd has just computed."""
         if self.is_suspended:
             raise UsageError("backward() inside sw.unsharded(model): leave it first, or use torch.autograd.grad")
         if self.backward is not Backward.RUNNING:
@@ -467,12 +467,12 @@ class Engine:
         self.reducer.add(unit, key, grad)
 
     def on_penalty(self, unit: Unit, key: Key, piece: Tensor) -> None:
-        """Autograd has brought a gradient to the outer face of a parameter. Every rank must call this."""
+        """Take a gradient that autograd computed for the outer face of a parameter. Every rank must call this."""
         self.begin_backward()
         self.reducer.add_penalty(unit, key, piece)
 
     def _finish_backward(self) -> None:
-        """Autograd is done with this backward."""
+        """End this backward, once autograd is done: pass the moments left, reduce the rest and hand out gradients."""
         self.backward = Backward.ENDING
         for forward in reversed(self._walked):
             self._pass(forward)
@@ -480,7 +480,7 @@ class Engine:
         self._ahead_of_backward = 0
         self._forget_backward()
         self.loans.let_go()
-        for unit in self.units:  # those that handles unsharded after their own backward was over
+        for unit in self.units:  # some were unsharded by handles after their own backward
             if unit.calls.are_over and unit.parameters.state is not ParameterState.SHARDED:
                 self._leave_backward(unit)
         self.unsharder.settle()
@@ -492,8 +492,8 @@ class Engine:
             unit.calls.forget_backward()
 
     def backward_raised(self) -> None:
-        """The backward under way raised. Waits for no peer; what it left is cleared up before the next one."""
-        was_running = self.backward is Backward.RUNNING  # else ranks were agreeing, and know
+        """React to a backward that raised, without waiting for peers; the rest is cleared up before the next step."""
+        was_running = self.backward is Backward.RUNNING  # else ranks were agreeing, and know it
         for forward in self._walked:
             forward.close()
         self.show_sharded()
@@ -502,7 +502,7 @@ class Engine:
             self.control.abandon()
 
     def show_sharded(self) -> None:
-        """Let modules hold the sharded parameters, but where a forward is inside. No communication."""
+        """Let modules hold the sharded parameters, except those whose forward is under way. No communication."""
         if self.backward is Backward.RUNNING:
             self.backward = Backward.ENDING
         for unit in self.units:
@@ -512,7 +512,7 @@ class Engine:
     # After interruptions --------------------------------------------------------------------------------------------
 
     def clear_up(self) -> None:
-        """Give up a backward or a forward that raised. Only between steps; every rank does so at the same point."""
+        """Abandon a backward or forward that raised. Between steps only; every rank does so at the same point."""
         if self.backward is not Backward.NONE:
             self._abandon_backward()
         if self.forwards:
@@ -532,7 +532,7 @@ class Engine:
         self.unsharder.settle()
 
     def reshard_all(self) -> None:
-        """Take every slot back. Only between steps."""
+        """Take every slot back. Between steps only."""
         self._forget_backward()
         self.loans.forget()
         self.unsharder.reshard_all(self.units)

@@ -1,7 +1,8 @@
-"""Forwards of units that are under way, and whether they still are.
+"""The forwards of units that are under way, and a test whether they still are.
 
-torch calls a module's forward hooks when its forward raised an Exception, and not after a KeyboardInterrupt: then
-nothing reports that a call is over. What tells is the frame that called the hooks: it is on no thread's stack any more.
+torch calls a module's forward hooks when its forward raised an Exception, but not after a KeyboardInterrupt: nothing
+reports then that a call is over. It is recognised by the frame that called the hooks, which is on no thread's stack any
+more.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from types import FrameType
 from shardwise.engine.units.unit import Unit
 
 _NOT_THE_CALLER = ("shardwise.", "torch._")
-"""Modules whose frames lie between the one that called a hook and whoever asks."""
+"""Prefixes of modules whose frames lie between the caller of a hook and our code."""
 
 
 class Forwards(list[tuple[Unit, FrameType]]):
-    """Of one engine, outermost first: each unit, and the frame that called its hooks."""
+    """The forwards of one engine, outermost first: each unit, and the frame that called its hooks."""
 
     def begin(self, unit: Unit) -> None:
-        """A forward begins. Called in its hook."""
+        """Add a forward that begins. Called in its pre-forward hook."""
         frame = sys._getframe(1)
         while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_NOT_THE_CALLER):
             frame = frame.f_back
@@ -27,20 +28,20 @@ class Forwards(list[tuple[Unit, FrameType]]):
 
     @property
     def are_over(self) -> bool:
-        """Whether none is under way, as far as its end was reported or its caller is gone."""
+        """Whether no forward is under way: each end was reported, or the outermost one's caller is gone."""
         return not self or not _is_running(self[0][1])
 
     @property
     def are_around(self) -> bool:
-        """Whether a forward that begins now is inside another one. The innermost one's caller is a few frames away,
-        unless that was interrupted."""
+        """Whether a forward that begins now is inside another one. Looks first for the innermost one's caller, which is
+        only a few frames away unless it was interrupted."""
         return bool(self) and (_is_below(self[-1][1], sys._getframe(1)) or not self.are_over)
 
 
 def _is_running(frame: FrameType) -> bool:
     if _is_below(frame, sys._getframe(1)):
         return True
-    return any(_is_below(frame, top) for top in sys._current_frames().values())  # of a thread that calls blocks
+    return any(_is_below(frame, top) for top in sys._current_frames().values())  # blocks may run in a thread
 
 
 def _is_below(frame: FrameType, top: FrameType | None) -> bool:

@@ -1,4 +1,5 @@
-"""Parameters that were frozen after `sw.shard` laid them beside trained ones: they are reduced with them."""
+"""A warning about parameters that were frozen after `sw.shard` put them into groups with trained ones: a backward
+reduces them all the same."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from collections.abc import Sequence
 from shardwise.engine.units.unit import Unit
 
 _told: weakref.WeakSet[Unit] = weakref.WeakSet()
-"""Root units of models that were warned of."""
+"""Root units of the models for which the warning was given."""
 
 
 def warn_of_frozen(units: Sequence[Unit]) -> None:
-    """Say once for a model that a backward reduces more than is trained, and how to have it otherwise.
+    """Warn, once for a model, that a backward reduces more than is trained, and say how to avoid that.
 
-    To be called where the engine has followed a change of `requires_grad`. A group is reduced as a whole; only one
-    without a trained parameter is left out.
+    To be called after the engine has followed a change of `requires_grad`. A group is reduced as a whole; only one
+    without a trainable parameter is left out.
     """
     if units[0] in _told:
         return

@@ -1,4 +1,4 @@
-"""Reductions under way, in the order in which they were started, and what is left to do when one is over."""
+"""Reductions under way, in the order in which they were started, and the work left to do when one is over."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from shardwise.engine.units.gradients import UnitGradients
 from shardwise.engine.units.unit import Unit
 
 _HELD = 2
-"""Flights with slices of gradients that rest elsewhere: as many as units share reduce slots."""
+"""Most flights under way of units whose gradients rest on a medium: as many as a size class has reduce slots."""
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Sums under way and the slot that is theirs until they are there."""
+    """Sums of one unit under way, and the slot that they use until they are complete."""
 
     unit: Unit
     slot: Slot[Unit] | None
-    """None: an earlier flight of the unit has it."""
+    """None if an earlier flight of the unit has it."""
     works: Sequence[Work]
     slices: Sequence[Tensor] = ()
-    """By trainable group: this rank's sum over all ranks, still to be added to the shard's gradient."""
+    """By trainable group: this rank's slice of the sum over all ranks, still to be added to the shard's gradient."""
     is_summed: bool = False
-    """The sums are in the shard's gradient."""
+    """Whether the sums have been added to the shard's gradient."""
 
 
 class InFlight(deque[Flight]):
-    """Of one reducer. Those of one unit are finished in their order: the first of a backward overwrites the shard's
-    gradient and later ones add to it."""
+    """The flights of one reducer. Those of one unit are finished in their order: the first of a backward overwrites the
+    shard's gradient and later ones add to it."""
 
     def append(self, flight: Flight) -> None:
-        """It is under way. Of gradients that rest elsewhere few are held by sums that nobody has waited for."""
+        """Add a flight. Finishes older ones where gradients rest on a medium, so that unfinished sums hold few of their
+        slices in memory."""
         super().append(flight)
         if len(self) > _HELD:
             held = [other for other in self if any(group.gradients.home for group in other.unit.groups)]
@@ -45,27 +46,28 @@ class InFlight(deque[Flight]):
                 self._finish(other)
 
     def finish_all(self) -> None:
-        """Wait for every one."""
+        """Wait for every flight and free its slot."""
         while self:
             self._complete(self[0])
 
     def sum_all(self) -> None:
-        """Have the sums of every one. Slots are freed as ever, so that units are reduced in the same parts."""
+        """Wait for the sums of every flight, but leave each its slot: slots must be freed at the same moments as
+        otherwise, so that units are reduced in the same parts."""
         for flight in self:
             _sum(flight)
 
     def finish_of(self, unit: Unit) -> None:
-        """Wait for those of the unit."""
+        """Wait for the flights of the unit and free their slots."""
         for flight in [flight for flight in self if flight.unit is unit]:
             self._complete(flight)
 
     def finish_in(self, slot: Slot[Unit]) -> None:
-        """Wait for the one that has the slot, if any."""
+        """Wait for the flight that has the slot, if any, and free the slot."""
         for flight in [flight for flight in self if flight.slot is slot]:
             self._finish(flight)
 
     def finish_oldest(self, slots: Sequence[Slot[Unit]]) -> bool:
-        """Wait for the oldest one in any of these slots. Returns whether there was one."""
+        """Wait for the oldest flight in any of these slots and free its slot. Returns whether there was one."""
         oldest = next((flight for flight in self if flight.slot in slots), None)
         if oldest is not None:
             self._finish(oldest)
@@ -91,7 +93,7 @@ class InFlight(deque[Flight]):
 
 
 def _sum(flight: Flight) -> None:
-    """Have the sums in the shard's gradient, or apart; of one unit in the order in which they were begun."""
+    """Wait until the sums are in the shard's gradient, or apart. Flights of one unit must come here in their order."""
     if flight.is_summed:
         return
     for work in flight.works:
@@ -104,7 +106,7 @@ def _sum(flight: Flight) -> None:
 
 
 def _settle(gradients: UnitGradients, summed: Tensor, total: Tensor, accumulate: bool) -> None:
-    """Bring this rank's slice of a sum, once a user's hook has seen it, to the shard's gradient."""
+    """Add this rank's slice of a sum to the shard's gradient (or overwrite that), after a user's hook has seen it."""
     if gradients.reducing.hook is None:
         gradients.scaled.settle(total, summed, accumulate)
     else:

@@ -1,11 +1,11 @@
-"""Units that are gathered for code outside their own modules' forwards: by hand, or because an operation reads a
-parameter of them.
+"""Units that are gathered for code outside their own modules' forwards: by hand (`sw.unshard`), or because an operation
+reads one of their parameters.
 
-By hand, a unit lies in a slot of its own until it is given back or a backward is over. What is read inside a forward
-is lent to the call that reads it, until that is over. To read is to call, as far as backward is concerned: the loan has
-its moments in the forward pass, so that every rank gathers the unit again, opens its reduce slot and reduces it where
-the others do. While it is on loan its slot may be wanted for another unit, and is then given up: whoever reads on has
-it gathered again, and saved tensors are handles.
+A unit held by hand lies in a slot of its own until it is resharded by hand or a backward is over. A unit that is read
+inside a forward is lent to the call that reads it, until that call is over. For backward, to read a unit is to call it:
+the loan has its moments in the forward pass, so that all ranks gather the unit again, open its reduce slot and reduce
+it at the same points. A unit on loan may lose its slot to another unit: the next read gathers it again, and saved
+tensors are handles.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from shardwise.engine.unsharder import Unsharder
 
 
 class Loans:
-    """Of one engine's units. In graph order, alike on every rank."""
+    """The loans of one engine's units. Everything here happens in graph order, alike on every rank."""
 
     def __init__(self, unsharder: Unsharder, schedule: Schedule, use: Callable[[Unit], None]) -> None:
-        """`use`: called in a forward to have a unit unsharded and its modules hold the full parameters."""
+        """`use`: called in a forward to unshard a unit and let its modules hold the full parameters."""
         self._unsharder = unsharder
         self._schedule = schedule
         self._use = use
         self._by_hand: dict[Unit, None] = {}
         self.to_calls: dict[Call[Unit], dict[Unit, Call[Unit]]] = {}
-        """By the call that reads, what it reads: as if it called that."""
+        """By the call that reads: the units lent to it, each with the `Call` that stands for the loan."""
 
     # By hand ----------------------------------------------------------------------------------------------------------
 
@@ -41,7 +41,7 @@ class Loans:
             if unit.calls.in_forward:
                 continue
             if not unit.calls.is_held and not unit.keeps_params:
-                self._unsharder.reshard(unit)  # into a slot of its own
+                self._unsharder.reshard(unit)  # out of a shared slot: a unit held by hand has a slot of its own
             unit.calls.hold(True)
             self._by_hand[unit] = None
             self.hide_stale()
@@ -50,13 +50,13 @@ class Loans:
                 unit.parameters.show_unsharded()
 
     def hide_stale(self) -> None:
-        """Weights were written while units were held: their modules do not go on holding the old ones."""
+        """Let modules of units held by hand hold the sharded parameters again, where the weights were written since."""
         for unit in self._by_hand:
             if unit.parameters.state is ParameterState.IN_USE and not unit.parameters.is_fresh:
                 unit.parameters.show_sharded()
 
     def let_go(self, units: Iterable[Unit] | None = None) -> None:
-        """Hold these units, or all, no longer. No communication; their slots are still to be taken back."""
+        """Stop holding these units, or all. No communication; the caller must still take their slots back."""
         for unit in self._by_hand if units is None else units:
             unit.calls.hold(False)
         self._by_hand = {unit: None for unit in self._by_hand if unit.calls.is_held}
@@ -64,7 +64,7 @@ class Loans:
     # In a forward -----------------------------------------------------------------------------------------------------
 
     def read(self, unit: Unit, place: Place) -> None:
-        """Lend the unit to the call that is under way, unless its own is."""
+        """Lend the unit to the call under way, unless a forward of the unit itself is under way."""
         if unit.calls.in_forward:
             return
         forward, reader = place
@@ -80,7 +80,8 @@ class Loans:
             self._use(unit)
 
     def end(self, place: Place, failed: bool) -> Sequence[Call[Unit]]:
-        """A call is over: so is what was lent to it, after it: its backward begins with theirs. Returns them."""
+        """End the loans of a call that is over, after the call itself, so that its backward begins with theirs. Returns
+        them."""
         forward, reader = place
         lent = tuple(self.to_calls.pop(reader, {}).values())
         for call in () if failed else reversed(lent):
@@ -88,6 +89,6 @@ class Loans:
         return lent
 
     def forget(self) -> None:
-        """Between steps: nothing is lent."""
+        """Forget all loans and units held by hand. Between steps only."""
         self.to_calls.clear()
         self.let_go()

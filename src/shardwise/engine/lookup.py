@@ -1,4 +1,4 @@
-"""Which engine serves a module: it lies in the dictionary of the module that was given to `shard`."""
+"""Finds the engine that serves a module: it is stored in the `__dict__` of the module that was given to `shard`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _ENGINE = "_shardwise_engine"
 
 
 def set_engine(model: nn.Module, engine: Engine) -> None:
-    """From here on `engine` serves `model`."""
+    """Let `engine` serve `model` from now on."""
     model.__dict__[_ENGINE] = engine
 
 
 def take_engine(model: nn.Module) -> Engine:
-    """The engine of a module that was given to `shard`, which then has none."""
+    """Remove and return the engine of a module that was given to `shard`."""
     engine: Engine = model.__dict__.pop(_ENGINE)
     return engine
 
 
 def engine_of(model: nn.Module, below: bool = True) -> Engine | None:
-    """The engine that `shard` gave the module; with `below`, or else the one that a module below it has."""
+    """Return the engine that `shard` gave the module, or None; with `below`, else that of a module below it."""
     for module in model.modules() if below else (model,):
         engine: Engine | None = module.__dict__.get(_ENGINE)
         if engine is not None:
@@ -34,12 +34,13 @@ def engine_of(model: nn.Module, below: bool = True) -> Engine | None:
 
 
 def engines_by_name(model: nn.Module) -> dict[str, Engine]:
-    """Of every sharded model at or below the module, by its name from there."""
+    """Return the engine of every sharded model at or below the module, by the model's name within the module."""
     return {fqn: engine for fqn, module in model.named_modules() if (engine := module.__dict__.get(_ENGINE))}
 
 
 def engines_below(model: nn.Module) -> list[Engine]:
-    """Of every sharded model at or below the module, in module order. Raises UsageError if there is none."""
+    """Return the engines of all sharded models at or below the module, in module order. Raises UsageError if there is
+    none."""
     engines = list(dict.fromkeys(engines_by_name(model).values()))
     if not engines:
         raise _not_sharded(model)
@@ -47,8 +48,8 @@ def engines_below(model: nn.Module) -> list[Engine]:
 
 
 def engines_of(model: nn.Module) -> list[Engine]:
-    """Every engine that serves something of the module, in module order: of sharded models at or below it, and of the
-    one that it is a part of. Raises UsageError if there is none."""
+    """Return every engine that serves a part of the module, in module order: those of sharded models at or below it,
+    and that of the model that it is a part of. Raises UsageError if there is none."""
     engines: dict[Engine, None] = {}
     for module in model.modules():
         if _ENGINE in module.__dict__:
@@ -63,8 +64,8 @@ def engines_of(model: nn.Module) -> list[Engine]:
 
 
 def units_at(engine: Engine, module: nn.Module, recurse: bool = True) -> list[Unit]:
-    """The engine's units with a parameter that stands at or below the module; without `recurse` the one that the module
-    itself is."""
+    """Return the engine's units that have a parameter at or below the module; without `recurse`, only the unit of the
+    module itself."""
     if not recurse:
         return [unit for unit in engine.units if module in unit.modules]
     within = {id(below) for below in module.modules()}
@@ -76,26 +77,26 @@ def units_at(engine: Engine, module: nn.Module, recurse: bool = True) -> list[Un
 
 
 def shard_stores(*engines: Engine) -> list[ShardStore]:
-    """What has shards of their units that rest elsewhere than on the device."""
+    """Return the stores of shards of these engines that rest on a medium."""
     homes = (group.home for engine in engines for unit in engine.units for group in unit.groups)
     return list(dict.fromkeys(home.store for home in homes if home is not None))
 
 
 def gradient_stores(*engines: Engine) -> list[ShardStore]:
-    """Likewise reduced gradients."""
+    """Return the stores of reduced gradients of these engines that rest on a medium."""
     stores = (group.gradients.store for engine in engines for unit in engine.units for group in unit.groups)
     return list(dict.fromkeys(store for store in stores if store is not None))
 
 
 def steps_in_backward(parameter: Tensor) -> bool:
-    """Whether an optimizer takes steps of the parameter's model in backward (`sw.optimizer_in_backward`)."""
+    """Whether optimizers update the parameter's model in backward (`sw.optimizer_in_backward`)."""
     unit = parameter.unit if isinstance(parameter, ShardedParameter) else None
     engine = unit.listener if isinstance(unit, Unit) else None
     return isinstance(engine, Engine) and engine.reducer.steps.are_taken
 
 
 def require_engine(model: nn.Module) -> Engine:
-    """As `engine_of`. Raises UsageError if there is none."""
+    """Like `engine_of`, but raise UsageError if there is none."""
     engine = engine_of(model)
     if engine is None:
         raise _not_sharded(model)

@@ -1,4 +1,4 @@
-"""The groups that one sharded model exchanges bytes over."""
+"""The groups of ranks that one sharded model exchanges bytes over."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Spans = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """Shard group x replicate group. A group of one rank moves nothing."""
+    """A shard group and a replicate group. A group of one rank moves nothing."""
 
     shard: Collectives
     """Ranks that hold different slices of one copy."""
@@ -33,9 +33,9 @@ class Mesh:
     device: torch.device
     spans: Spans = ((0,), (0,))
     secondary: Collectives | None = None
-    """Part of the shard group, over which units are re-sharded after forward."""
+    """A part of the shard group, over which units are resharded after forward."""
     secondary_size: int | None = None
-    """Ranks in such a part, as asked for."""
+    """Number of ranks in such a part, as `sw.shard` was told; None if it was not."""
 
     @property
     def world_size(self) -> int:
@@ -48,7 +48,7 @@ class Mesh:
 
     @property
     def is_dry(self) -> bool:
-        """Whether bytes for other ranks go nowhere: one process plays one rank of a larger world."""
+        """Whether bytes for other ranks go nowhere: one process plays one rank of a larger world, or is alone."""
         return all(group.name == "dry" for group in (self.shard, self.replicate))
 
     def describe(self) -> str:
@@ -59,12 +59,12 @@ class Mesh:
 def build_mesh(
     strategy: Strategy, mesh: DeviceMesh | Mesh | None, secondary_size: int | None, device: torch.device | None
 ) -> Mesh:
-    """The groups that `strategy` asks for. Every rank must call this.
+    """Make the groups that `strategy` needs. Every rank must call this.
 
     Args:
         mesh: data axes only: 1 axis = shard; 2 axes = (replicate, shard). None: all ranks, or for hybrid strategies
-            one shard group per host. Groups that were made already (as the planner makes them) are taken as they are.
-        secondary_size: ranks in a group for re-sharding after forward; must divide the shard group.
+            one shard group per host. A `Mesh` (the planner makes its own) is returned as it is.
+        secondary_size: number of ranks in a group for resharding after forward; must divide the shard group.
     Raises:
         MeshError: the strategy, the mesh and the number of ranks do not fit together; or there is no process group
             although torchrun started several ranks.
@@ -95,7 +95,8 @@ def build_mesh(
 
 
 def _device_for(mesh: DeviceMesh | None) -> torch.device:
-    """Where this rank computes: on a device of the mesh's kind, else as the process group's backend says."""
+    """Return the device of this rank: of the mesh's kind, or without a mesh the one that the process group's backend
+    serves."""
     if mesh is None:
         try:
             return accelerators.of_group(dist.group.WORLD if dist.is_initialized() else None)
@@ -116,7 +117,7 @@ def _device_for(mesh: DeviceMesh | None) -> torch.device:
 
 
 def _check_alone() -> None:
-    """Raise MeshError where a launcher started several ranks: without a process group each would train a model of its
+    """Raise MeshError if a launcher started several ranks: without a process group each would train a model of its
     own."""
     rank, ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
     if rank is not None and ranks.isdecimal() and int(ranks) > 1:
@@ -128,7 +129,7 @@ def _check_alone() -> None:
 
 
 def spans_of(strategy: Strategy, mesh: DeviceMesh | Mesh) -> Spans:
-    """The ranks that `build_mesh` would put together. No communication. Raises MeshError as that does."""
+    """Return the ranks that `build_mesh` would put into groups. No communication. Raises MeshError as that does."""
     return mesh.spans if isinstance(mesh, Mesh) else _spans(*_from_device_mesh(strategy, mesh))
 
 
@@ -188,6 +189,6 @@ def _subgroup(parent: dist.ProcessGroup | None, parent_size: int, size: int) -> 
     groups = [[ranks[i] for i in group] for group in positions]
     if parent is dist.group.WORLD:
         return _own_group(groups)
-    # Its members alone create it: ranks outside the parent need not call sw.shard at all.
+    # Only its members create it: ranks outside the parent need not call sw.shard at all.
     own = next(group for group in groups if dist.get_rank() in group)
     return dist.new_group(own, use_local_synchronization=True) if size > 1 else None

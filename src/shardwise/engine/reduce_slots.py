@@ -1,5 +1,5 @@
-"""Memory for gradients on their way: the reduce slots of one engine's units. Which unit has which, and when, is the
-`Reducer`'s affair."""
+"""Memory for gradients that are not reduced yet: the reduce slots of one engine's units. The `Reducer` decides which
+unit holds which slot, and when."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 
 REDUCE_SLOTS = 2
-"""One unit collects gradients while the one before is being reduced."""
+"""Slots of a size class, besides one for each level of nesting: one unit collects gradients while the one before it is
+being reduced."""
 SLICE_SLOTS = 2
-"""Of the units reduced last, this rank's slices are being summed over replicas while two more units run backward."""
+"""Slice slots of a size class: the slices of two units are summed over replicas while two more units run backward."""
 
 
 class ReduceSlots:
-    """Shared ones by size class, and those of one unit each. Every rank allocates and releases them alike."""
+    """Reduce slots shared by a size class, and reduce slots of one unit alone. Every rank allocates and releases them
+    alike."""
 
     def __init__(self, mesh: Mesh, collectives: Collectives, keeps_full: bool) -> None:
-        """`collectives`: what gradients come to first. `keeps_full`: every unit has a slot of its own (ZeRO-1)."""
+        """`collectives`: those that reduce gradients first. `keeps_full`: every unit has its own slot (ZeRO-1)."""
         self._mesh = mesh
         self._collectives = collectives
         self._keeps_full = keeps_full
         self.keeps_gradients = True
-        """Gradient shards are allocated with the slots; else when the first sum comes to them."""
+        """Whether gradient shards are allocated with the slots; else when the first sum is added to them."""
         self.shared: Arena[Unit] | None = None
         self.slices: Arena[Unit] | None = None
-        """Where slices are summed over replicas after they were summed in the shard group, so that their reduce slot
-        is free again: shared with the replicas, as the reduce slot is with the shard group."""
+        """Slice slots: slices that were summed in the shard group are summed over replicas there, so that the reduce
+        slot is free again. Allocated on the replicate group, as reduce slots are on the shard group."""
         self._largest: dict[Unit, int] = {}
-        """Bytes in a reduce slot that each unit has asked for so far, at most."""
+        """The most bytes of a reduce slot that each unit has needed so far."""
         self._own: dict[Unit, Slot[Unit]] = {}
 
     @property
@@ -44,7 +46,7 @@ class ReduceSlots:
 
     @property
     def total_bytes(self) -> int:
-        """Allocated."""
+        """Bytes of all reduce slots."""
         return sum(slot.buffer.bytes.numel() for slot in self.all)
 
     def allocate(self, units: Sequence[Unit], nesting: int) -> None:
@@ -59,8 +61,8 @@ class ReduceSlots:
             self._allocate_shared(units, nesting)
 
     def _allocate_shared(self, units: Sequence[Unit], nesting: int) -> None:
-        """Slots for the most that each unit has had to reduce, so that freezing and thawing in turn (a GAN's two
-        halves) goes on in the slots that are there."""
+        """Allocate shared slots for the most that each unit has had to reduce so far, so that freezing and unfreezing
+        in turn (a GAN's two halves) reuses the slots."""
         largest = {unit: max(unit.gradients.reduce_bytes, self._largest.get(unit, 0)) for unit in units}
         if self.shared is None or largest != self._largest:
             self._drop_shared()
@@ -73,14 +75,14 @@ class ReduceSlots:
         self._largest = largest
 
     def _follow_trainable(self, unit: Unit) -> None:
-        """Lay out the groups that are trainable now. A slot of the unit's own that has become too small is given up."""
+        """Lay out the gradients of the groups that are trainable now. Drops the unit's own slot if it is too small."""
         gradients = unit.gradients
         if gradients.forget_dropped():
             raise UsageError(
                 f"requires_grad in unit {unit.fqn!r} changed while gradients of a sw.no_sync backward wait "
                 "to be reduced: run a backward outside sw.no_sync first"
             )
-        gradients.close()  # it may be collecting what zero_grad() has dropped since
+        gradients.close()  # it may still hold gradients that zero_grad() has dropped
         gradients.place()
         for group in unit.groups:
             if self.keeps_gradients and group.trainable:
@@ -91,14 +93,14 @@ class ReduceSlots:
             own.collectives.drop(self._own.pop(unit).buffer)
 
     def give_own(self, unit: Unit) -> None:
-        """Allocate a slot for this unit alone."""
+        """Allocate a reduce slot for this unit alone."""
         buffer = self._collectives.allocate(unit.gradients.reduce_bytes, BufferKind.REDUCE)
         slot = self._own[unit] = Slot[Unit](self._collectives, buffer)
         unit.gradients.keep(slot)
 
     def release(self, units: Sequence[Unit]) -> None:
-        """Give the memory of every slot up, and that of gradients where there are none, until `allocate`. Only between
-        steps."""
+        """Free the memory of every slot, and of the gradient shards of groups without a gradient; `allocate` may be
+        called again. Only between steps."""
         self._drop_shared()
         for slot in self._own.values():
             slot.collectives.drop(slot.buffer)

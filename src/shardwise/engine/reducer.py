@@ -1,23 +1,23 @@
 """Reductions of one model's gradients: which unit collects in which slot, and when its slot is reduced.
 
 When a unit's backward is over its reduce slot is reduced in one collective, whether or not this rank had all its
-gradients: another rank may have had the others. Slots are taken and reduced where a unit's backward begins and ends, in
-part where another unit wants the slot before, and once more for late gradients when backward ends: never because a
-gradient came. One that meets no slot of its unit waits beside (`units/gradients.py`). On CPUs sums are in rank order of
-values scaled by 1 / world_size, whatever the timing; on a device in the backend's order and scaled after that.
+gradients: another rank may have had the others. A slot is taken when a unit's backward begins and reduced when it ends;
+before that, in part, if another unit needs the slot; and once more for late gradients when backward ends. The arrival
+of a gradient never causes either: without a slot it waits in memory of its own (`units/gradients.py`). On CPUs sums are
+in rank order of values scaled by 1 / world_size, whatever the timing; on a device in the backend's order, scaled then.
 
 A reduce slot is *free* (no holder), *collecting* (its holder's `gradients.slot`: gradients are written) or *reducing*
-(one reduction in flight has it). Why nothing that graph order allows can lose a gradient:
+(a reduction in flight uses it). Why no order of events that the graph allows can lose a gradient:
 
-- Only a free slot is taken. One that is reducing is finished first: a slot that a unit has for itself is taken
-  again by the unit's next call, while the sum of the one before may still lie in it.
-- Only `_start` takes a slot from collecting to reducing, and only `InFlight` frees it then, when its sum has been
+- Only a free slot is taken. A reduction in it is finished first: a unit's next call takes the unit's own slot again
+  while that may still hold the sum of the call before.
+- Only `_start` moves a slot from collecting to reducing, and after that only `InFlight` frees it, when its sum has been
   added to the shard's gradient. Nobody else waits for a reduction.
 - Reductions of one unit are finished in the order in which they were started: the first of a backward overwrites the
   shard's gradient and later ones add to it.
-- A gradient that comes while its unit has no slot joins the next slot that the unit has; if any rank still holds
+- A gradient that arrives while its unit has no slot joins the next slot that the unit has; if any rank still holds
   one when backward ends, all ranks reduce that unit then.
-- `no_sync` and a backward that raised leave slots collecting: the next backward goes on in them, or `abandon` frees
+- `no_sync` and a backward that raised leave slots collecting: the next backward continues in them, or `abandon` frees
   them.
 """
 
@@ -53,29 +53,29 @@ class Reducer:
         """`keeps_full`: every unit has a full-size gradient buffer of its own (ZeRO-1)."""
         self._mesh = mesh
         self._control = control
-        # Replicas exchange straight out of the slots when nothing is scattered before.
+        # In a shard group of one rank nothing is scattered: replicas reduce the slots themselves.
         self._collectives = mesh.replicate if mesh.shard.world_size == 1 else mesh.shard
         self._additions: dict[float, ScaledAddition] = {}
-        """By what gradients are divided by."""
+        """By the divisor of the sum."""
         self.slots = ReduceSlots(mesh, self._collectives, keeps_full)
         self._in_flight = InFlight()
         self.steps = BackwardSteps(control)
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory for sums of different dtypes."""
+        """Bytes of scratch memory for sums of different dtypes."""
         return sum(scaled.scratch_bytes for scaled in self._additions.values())
 
     def allocate(self, units: Sequence[Unit], nesting: int) -> None:
-        """Allocate what reductions of parameters that are trainable now need. Every rank must call this."""
+        """Allocate what the reductions of currently trainable parameters need. Every rank must call this."""
         self.slots.allocate(units, nesting)
         for unit in units:
             self.reduce_as(unit, unit.gradients.reducing)
 
     def reduce_as(self, unit: Unit, reducing: Reducing) -> None:
-        """From now on. Every rank must do so alike, outside backward.
+        """Set what reductions make of the unit's gradients from now on. Every rank must do so alike, outside backward.
 
-        Raises UsageError where steps are taken in backward, and the unit's gradients would wait for another one.
+        Raises UsageError if optimizers step in backward and the unit's gradients would wait for a later backward.
         """
         if self.steps.are_taken and not (reducing.now and reducing.over_replicas):
             self.steps.refuse("sw.no_sync", "each backward takes a step, so that gradients of several are never added")
@@ -85,8 +85,8 @@ class Reducer:
         unit.gradients.reduce_as(reducing, self._additions[divisor])
 
     def open(self, unit: Unit) -> None:
-        """Give the unit a slot for its gradients. Called in graph order, never because a gradient came: all ranks take
-        slots in one order, whichever gradients come to them."""
+        """Give the unit a slot for its gradients. Called in graph order, never because a gradient arrived: all ranks
+        take slots in the same order, whichever gradients they have."""
         gradients = unit.gradients
         if gradients.slot is None and gradients.reduce_bytes:
             if gradients.own_slot is None and not gradients.reducing.now:
@@ -94,7 +94,7 @@ class Reducer:
             gradients.open(self._claim(gradients.own_slot or self._free_slot(self.slots.shared, unit), unit))
 
     def add(self, unit: Unit, key: Key, grad: Tensor) -> None:
-        """Take a gradient of this rank's."""
+        """Collect one of this rank's gradients."""
         if torch.is_grad_enabled():
             fqn = unit.groups[key[0]].fqns[key[1]]
             raise UsageError(
@@ -105,7 +105,7 @@ class Reducer:
         self._collectives.advance()
 
     def add_penalty(self, unit: Unit, key: Key, piece: Tensor) -> None:
-        """Take a penalty's gradient: this rank's piece of the mean over its shard group. Every rank must call this."""
+        """Add a penalty's gradient: this rank's piece of the mean over its shard group. Every rank must call this."""
         if self._mesh.world_size > 1:
             self._control.note(self._control.reduce_label(unit.index))
         mean = mean_over_replicas(piece, self._mesh.replicate, self._control.reduce_label(unit.index))
@@ -114,8 +114,8 @@ class Reducer:
         unit.gradients.add_penalty(key, mean)
 
     def reduce(self, unit: Unit) -> None:
-        """Start reducing the unit's slot, if it has one; missing gradients count as zeros. It is waited for when the
-        slot is wanted again or backward ends. `no_sync` leaves everything in the slot."""
+        """Start to reduce the unit's slot, if it has one; missing gradients count as zeros. The reduction is waited for
+        when the slot is needed again or backward ends. `no_sync` leaves everything in the slot."""
         gradients = unit.gradients
         gradients.scaled.flush()
         if gradients.slot is not None and gradients.reducing.now:
@@ -126,9 +126,9 @@ class Reducer:
             self._start(unit, gradients.complete())
 
     def finish(self, units: Sequence[Unit]) -> None:
-        """Backward is over: agree on the fate of each gradient, reduce late ones and hand out the sums.
+        """End a backward: agree on the fate of each gradient, reduce late ones and hand out the sums.
 
-        Ranks must agree although this one used every parameter: another may not have, and no rank knows of the others.
+        Ranks must agree even if this one used every parameter: another may not have, and no rank knows of the others.
         """
         self._flush()
         reduced = [unit for unit in units if unit.gradients.reducing.now and unit.gradients.keys]
@@ -137,7 +137,7 @@ class Reducer:
                 unit.gradients.show_waiting()
         if not reduced:
             if not all(unit.keeps_params for unit in units):
-                # Else nothing was issued, and ranks may well do different numbers of such backwards.
+                # Else nothing was issued, and ranks may run different numbers of such backwards.
                 self._control.agree(Moment.BACKWARD_END)
             return
         self._finish_reduced(reduced)
@@ -165,7 +165,7 @@ class Reducer:
         self.steps.end()
 
     def abandon(self, units: Sequence[Unit]) -> None:
-        """Backward raised: finish the reductions that peers may be waiting for and forget the rest."""
+        """After a backward that raised, finish the reductions that peers may be waiting for and forget the rest."""
         self._flush()  # while the slots are still those units'
         self._in_flight.finish_all()
         for unit in units:
@@ -181,7 +181,7 @@ class Reducer:
     # Slots ------------------------------------------------------------------------------------------------------
 
     def _claim(self, slot: Slot[Unit], unit: Unit) -> Slot[Unit]:
-        if slot.holder is not None:  # a slot of its own, which its last reduction has
+        if slot.holder is not None:  # the unit's own slot, still used by its last reduction
             self._in_flight.finish_in(slot)
         slot.take(unit)
         return slot
@@ -194,7 +194,7 @@ class Reducer:
                 if slot.holder is None:
                     return slot
             if not self._in_flight.finish_oldest(choices):
-                # Units whose gradients are still incomplete hold them all: reduce the first one's in part.
+                # Units whose gradients are still incomplete hold all slots: reduce what the first one has so far.
                 victim = choices[0].holder
                 assert victim is not None
                 assert victim.gradients.slot is not None, "a reduce slot is lost"
@@ -203,7 +203,7 @@ class Reducer:
     # Reductions -------------------------------------------------------------------------------------------------
 
     def _start(self, unit: Unit, slot: Slot[Unit]) -> None:
-        """Sum in the shard group, and behind that over replicas. Neither is waited for."""
+        """Start to sum in the shard group and, after that, over replicas. Waits for neither."""
         assert slot.holder is unit, f"unit {unit.fqn!r} reduces a slot that is not its own"
         groups = [group for group in unit.groups if group.trainable]
         shard, replicate = self._mesh.shard, self._mesh.replicate

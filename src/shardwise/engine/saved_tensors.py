@@ -1,9 +1,9 @@
-"""Saved tensors are handles: of an unsharded parameter that autograd would keep, only the place is remembered.
+"""Saved tensors are handles: where autograd would keep an unsharded parameter, only its place is remembered.
 
 While a unit's forward runs, saved-tensor hooks replace every tensor that aliases a slot by a `Handle`. Unpacking in
-backward unshards the unit again and returns the same view of the slot that it got. Without this, autograd would
+backward unshards the unit again and returns the same view of whatever slot it got. Without this, autograd would
 keep pointing into a slot that by then holds another unit's parameters. Everything packed remembers the unit's call in
-which it was saved: to unpack it is to run that call's backward, even if no gradient of an output has arrived.
+which it was saved: when it is unpacked that call's backward has begun, even if no gradient of an output has arrived.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Pack and unpack."""
 
 Place = tuple[ForwardPass[Unit], Call[Unit]]
-"""Where in the forward something was saved."""
+"""Where something was saved: the forward pass, and the call in it."""
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-"""No faces: asked first, many times a step, since `isinstance` takes three times as long for a tensor."""
+"""Classes that are no faces: checked first, many times a step, as `isinstance` takes three times as long."""
 _FUNC_WAY_OUT = "Take the torch.func transform outside, over sw.unsharded(model)"
 
 
@@ -52,12 +52,12 @@ class Handle:
     conj: bool
     neg: bool
     face: Tensor | None = None
-    """An alias of the outer face, where that was saved itself: the formula that meets it has the unit gathered."""
+    """An alias of the outer face, if that itself was saved: the backward formula that reads it unshards the unit."""
     around: Around | None = None
-    """A tensor of another class that is around the view."""
+    """How to wrap the view, if a tensor subclass around it was saved."""
 
     def view(self) -> Tensor:
-        """The same view of the slot that the unit is in now."""
+        """Return the same view, of the slot that the unit is in now."""
         slot = self.unit.parameters.slot
         assert slot is not None
         view = slot.base(self.dtype).as_strided(self.shape, self.stride, self.offset)
@@ -69,7 +69,7 @@ class Handle:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chained:
-    """What the hooks that were active before ours made of a tensor that aliases no slot."""
+    """A tensor that aliases no slot, as packed by the hooks that were active before ours."""
 
     packed: object
     unpack: Callable[[Any], Tensor]
@@ -77,7 +77,7 @@ class Chained:
 
 
 class SavedTensors:
-    """The hooks of one engine and the storages they look out for."""
+    """The saved-tensor hooks of one engine, and the slots whose views they replace."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class SavedTensors:
         """
         Args:
             slots: every slot by the identity of its storage, kept up to date by its owner.
-            began: called at unpacking where the backward of a call is seen to have begun.
-            unshard: called at unpacking to have a unit unsharded.
+            began: called when unpacking shows that the backward of a call has begun.
+            unshard: called when unpacking needs a unit unsharded.
         """
         self._slots = slots
         self._began = began
@@ -99,12 +99,12 @@ class SavedTensors:
         self._plain: Hooks = (self._pack, self._unpack)
         self._active: list[Hooks] = []
         self._activated: list[Hooks | None] = []
-        """For each call under way."""
+        """For each call under way, the hooks that were activated for it."""
         self._buried: list[Hooks] = []
 
     @staticmethod
     def check() -> None:
-        """Raise UsageError where hooks cannot be had."""
+        """Raise UsageError if saved-tensor hooks are disabled."""
         if not _autograd._saved_tensors_hooks_is_enabled():
             raise UsageError(
                 "a sharded unit ran where saved-tensor hooks are disabled (torch.func.grad, vjp, jvp, vmap over grad): "
@@ -113,17 +113,17 @@ class SavedTensors:
 
     @property
     def innermost(self) -> Place | None:
-        """The call under way that began last."""
+        """The call under way that began last, with its forward pass."""
         return self._places[-1] if self._places else None
 
     def enter(self, place: Place) -> None:
-        """A call begins: tensors saved from here on belong to it."""
+        """Begin a call: tensors saved from here on belong to it."""
         self._places.append(place)
         self._activated.append(None)
 
     def activate(self) -> None:
-        """Activate the hooks, for the innermost call, on top of those that are active; not where that undoes a
-        checkpoint inside the unit (`UnitCalls.wants_hooks`), nor where ours are on top already."""
+        """Activate our hooks for the innermost call, on top of those that are active; not if that would undo a
+        checkpoint inside the unit (`UnitCalls.wants_hooks`), nor if ours are on top already."""
         self._unearth()
         outer: Hooks | None = _autograd._top_saved_tensors_default_hooks(True)
         inside_others = outer is not None and not any(outer[0] is held[0] for held in self._active)
@@ -136,8 +136,8 @@ class SavedTensors:
         self._activated[-1] = hooks
 
     def leave(self) -> Place:
-        """The innermost call, which is over: deactivate what was activated for it. Leaves hooks alone that are not
-        ours, and ours below such until they go."""
+        """End the innermost call, deactivate the hooks that were activated for it, and return it. Hooks of others stay,
+        and so do ours below them, until those others are gone."""
         place = self._places.pop()
         hooks = self._activated.pop()
         self._unearth()
@@ -146,7 +146,7 @@ class SavedTensors:
         return place
 
     def _unearth(self) -> None:
-        """Deactivate hooks of ours that lay under others when they were due to go."""
+        """Deactivate hooks of ours that lay below hooks of others when their call ended."""
         while self._buried and self._pop_top(self._buried[-1]):
             self._buried.pop()
 
@@ -160,7 +160,7 @@ class SavedTensors:
 
     @staticmethod
     def explain(error: BaseException | None) -> None:
-        """Add the way out to the error that torch raises where a transform inside a unit meets the hooks."""
+        """Add the way out to the error that torch raises when a torch.func transform inside a unit meets the hooks."""
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error) and not hasattr(error, "__notes__"):
             error.add_note(f"shardwise: {_FUNC_WAY_OUT}")
 
@@ -175,7 +175,7 @@ class SavedTensors:
         handle = self._handle(tensor)
         if handle is not None:
             return handle
-        # Detached (versions are shared): an operation that saves its own output would else keep itself alive for good.
+        # Detached (sharing the version): otherwise an operation that saves its own output keeps itself alive for good.
         return tensor.detach(), tensor._version, self._places[-1] if self._places else None
 
     def _unpack(self, packed: object) -> Tensor:
@@ -190,7 +190,7 @@ class SavedTensors:
         return self._restore(packed)
 
     def _chain(self, outer: Hooks) -> Hooks:
-        """Hooks that pass tensors outside our slots on to `outer`: only the innermost hooks fire, and an outer
+        """Return hooks that pass tensors outside our slots on to `outer`: only the innermost hooks fire, and an outer
         checkpoint must not be undone."""
         outer_pack, outer_unpack = outer
 
@@ -247,7 +247,7 @@ class SavedTensors:
                 "call optimizer.step() after all backwards that use the old weights, or run the forward again"
             )
         is_open = handle.place is not None and handle.place[1].is_open
-        if not is_open:  # first: the reduce slot of this call's unit is to be open before a gradient comes
+        if not is_open:  # first: this call's unit needs an open reduce slot before a gradient arrives
             self._note(handle.place)
         if handle.face is not None:
             return handle.face
@@ -257,7 +257,7 @@ class SavedTensors:
 
 
 def modified_in_place(tensor: Tensor, version: int) -> RuntimeError:
-    """The error that autograd itself raises where no hooks hide the version from it."""
+    """Return the error that autograd itself raises when no hooks hide the version from it."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"

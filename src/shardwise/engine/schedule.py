@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Phase(enum.Enum):
-    """The purpose that a unit was needed for."""
+    """What a unit was needed for."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -27,7 +27,7 @@ class Event(NamedTuple):
 
 
 LONGEST = 1 << 16
-"""Events remembered of a step that nothing ends."""
+"""Most events to record while nothing begins a new step."""
 
 
 class Schedule:
@@ -40,10 +40,10 @@ class Schedule:
         self._expected: list[Event] = []
         self._diverged = True
         self.divergences = 0
-        """Steps whose order differed from the one before."""
+        """Number of steps whose order differed from that of the step before."""
 
     def begin(self, mode: Hashable) -> None:
-        """A step begins; `mode` tells kinds of steps apart (training, evaluation)."""
+        """Begin a step; `mode` tells kinds of steps apart (training, evaluation)."""
         if self._recording:
             if not self._diverged and len(self._recording) < len(self._expected):
                 self.divergences += 1
@@ -54,9 +54,9 @@ class Schedule:
         self._diverged = not self._expected
 
     def record(self, event: Event) -> None:
-        """An event happened."""
+        """Record an event of the running step."""
         if self._diverged and len(self._recording) >= LONGEST:
-            self._recording.clear()  # no step's: units are being called one by one, without their root
+            self._recording.clear()  # this is no step: units are called one by one, without their root
         position = len(self._recording)
         self._recording.append(event)
         if self._diverged:
@@ -66,13 +66,13 @@ class Schedule:
             self.divergences += 1
 
     def upcoming(self) -> Iterator[Event]:
-        """The events that should come next, nearest first; nothing after the order was seen to differ."""
+        """Yield the events that should come next, nearest first; none once the order was seen to differ."""
         if self._diverged:
             return
         for position in range(len(self._recording), len(self._expected)):
             yield self._expected[position]
 
     def nearest(self, most: int) -> Sequence[Event]:
-        """The first of them, at most so many."""
+        """Return the first of the upcoming events, at most `most`."""
         position = len(self._recording)
         return () if self._diverged else self._expected[position : position + most]

@@ -26,14 +26,14 @@ from shardwise.errors import ConfigError
 from shardwise.layout.flat import round_up
 
 _NOT_PREFETCHED = 2
-"""Slots that are left to the unit which computes and to the one before it, whose kernels may still be reading. As many
-of the nearest events may be of units that are unsharded already: these are looked past."""
+"""Slots left to the unit that computes and to the one before it, whose kernels may still be reading. Prefetching looks
+so many events further, since as many of the nearest may be of units that are unsharded already."""
 _READ_AHEAD = 6
-"""Events that the disk reads ahead for."""
+"""Number of upcoming events whose shards are loaded ahead from a medium."""
 
 
 class Unsharder:
-    """The arena of one engine's unsharded parameters. Everything here happens in graph order, alike on every rank."""
+    """The gather slots of one engine's units. Everything here happens in graph order, alike on every rank."""
 
     def __init__(self, mesh: Mesh, control: Control, schedule: Schedule, slots: int) -> None:
         self._mesh = mesh
@@ -41,16 +41,16 @@ class Unsharder:
         self._schedule = schedule
         self._slots = slots
         self._ahead = 0
-        """Events to read ahead for."""
+        """Number of events to read ahead for; 0 if no shard rests on a medium."""
         self._arena: Arena[Unit] | None = None
         self._secondary: Arena[Unit] | None = None
-        """Of units that backward unshards from the smaller group of ranks."""
+        """Slots of units that backward gathers over the smaller group of ranks, from secondary shards."""
         self.slots: dict[int, Slot[Unit]] = {}
         """Every slot by the identity of its storage, those that are shards themselves included."""
         self.retired_slots = 0
-        """Storages left to holders of views when their unit was resharded."""
+        """Number of storages left to holders of views when their unit was resharded."""
         self._own: dict[Unit, Slot[Unit]] = {}
-        """Of units that are, or were, held by hand."""
+        """Own slots of units that are, or were, held by hand."""
 
     @property
     def all_slots(self) -> list[Slot[Unit]]:
@@ -78,7 +78,7 @@ class Unsharder:
             self.slots[slot.key] = slot
 
     def release(self, units: Sequence[Unit]) -> None:
-        """Give the memory of every slot up until `allocate`. Every rank must call this."""
+        """Free the memory of every slot; `allocate` may be called again. Every rank must call this."""
         self.reshard_all(units)
         for slot in self.all_slots:
             slot.collectives.drop(slot.buffer)
@@ -89,8 +89,8 @@ class Unsharder:
             unit.parameters.forget_slots()
 
     def begin(self, units: Sequence[Unit]) -> None:
-        """An outermost forward begins: gathers wait for what was enqueued before, which may have written shards in ways
-        that no version tells."""
+        """Called when an outermost forward begins: have gathers wait for what was enqueued before, which may have
+        written shards without increasing their version."""
         if self._mesh.shard.on_streams:
             before = self._mesh.shard.mark()
             for unit in units:
@@ -103,18 +103,18 @@ class Unsharder:
         if parameters.state is ParameterState.UNSHARDING:
             parameters.wait_for_unshard()
         if parameters.state is ParameterState.UNSHARDED and not parameters.is_fresh:
-            self.reshard(unit)  # an optimizer has written the shard since: the slot holds the weights of before
+            self.reshard(unit)  # an optimizer has written the shard since: the slot holds old weights
         if parameters.state is ParameterState.SHARDED:
             is_apart = unit.calls.is_held and not unit.keeps_params
             self._start(unit, self._own_slot(unit) if is_apart else self._free_slot(self._arena_of(unit, again), unit))
             parameters.wait_for_unshard()
 
     def prefetch(self, units: Sequence[Unit]) -> None:
-        """Start unsharding units that the recorded order says come next, as far as there are free slots."""
+        """Start to unshard the units that come next in the recorded order, as far as their slots are free."""
         wanted, last = max(1, self._slots - _NOT_PREFETCHED), None
         for event in self._schedule.nearest(wanted + _NOT_PREFETCHED):
             unit = units[event.unit]
-            if wanted <= 0 and last not in unit.ancestors:  # what lies inside the last one is needed with it
+            if wanted <= 0 and last not in unit.ancestors:  # units inside the last one are needed with it
                 return
             parameters = unit.parameters
             if parameters.state is ParameterState.UNSHARDED and not parameters.is_fresh:  # kept over a step
@@ -129,7 +129,7 @@ class Unsharder:
                 wanted, last = wanted - 1, unit
 
     def read_ahead(self, units: Sequence[Unit]) -> None:
-        """Have the disk begin to read what is unsharded next, as far as there are free buffers."""
+        """Begin to load the shards that are gathered next from their medium, as far as there are free buffers."""
         if not self._ahead:
             return
         for event in self._schedule.nearest(self._ahead):
@@ -137,17 +137,17 @@ class Unsharder:
                 units[event.unit].parameters.read_ahead()
 
     def _start(self, unit: Unit, slot: Slot[Unit]) -> None:
-        # A disk may fail: before anything is issued or taken.
+        # Load first: a disk may fail, and must do so before anything is issued or taken.
         held = unit.parameters.slices_for(slot).come() if self._ahead else ()
         label = self._control.gather_label(unit.index)
         if slot.collectives.world_size > 1:
             self._control.note(label)
-        slot.take(unit)  # the last readers of the slot are through before this rank's slices are written into it
+        slot.take(unit)  # waits for the slot's last readers, before this rank's slices are written into it
         unit.parameters.unshard(slot, label)
         del held
 
     def _own_slot(self, unit: Unit) -> Slot[Unit]:
-        """The slot of a unit that is held by hand and would have to leave another."""
+        """Return the own slot of a unit that is held by hand: from a shared slot it could be evicted."""
         if unit not in self._own:
             nbytes = round_up(unit.parameters.unsharded_bytes, SLOT_ALIGN_BYTES)
             slot = self._own[unit] = Slot(self._mesh.shard, self._mesh.shard.allocate(nbytes, BufferKind.GATHER))
@@ -160,13 +160,13 @@ class Unsharder:
         return arena
 
     def _free_slot(self, arena: Arena[Unit], unit: Unit) -> Slot[Unit]:
-        """A slot for the unit; if all are held, taken from a unit that is not in use, else from one in backward."""
+        """Return a free slot for the unit. If all are held, evict a unit that is not in use, else one in backward."""
         choices = arena.choices(unit)
         for slot in choices:
             if slot.holder is None:
                 return slot
-        # Units that nothing computes with first. A unit in backward comes back through its handles; one in forward does
-        # not. Both lists are in the order of `choices`, so every rank evicts the same unit.
+        # Units that nothing computes with go first. Handles unshard a unit in backward again, but not one in forward.
+        # Both lists are in the order of `choices`, so every rank evicts the same unit.
         held = [(slot, slot.holder) for slot in choices if slot.holder is not None]
         evictable = [pair for pair in held if pair[1].parameters.state is not ParameterState.IN_USE]
         evictable += [pair for pair in held if not pair[1].calls.in_forward]
@@ -180,7 +180,7 @@ class Unsharder:
         )
 
     def reshard(self, unit: Unit) -> None:
-        """Take the unit's slot back, from any state."""
+        """Take the unit's slot back, whatever state the unit is in."""
         parameters = unit.parameters
         if parameters.state is ParameterState.UNSHARDING:
             parameters.wait_for_unshard()
@@ -191,7 +191,7 @@ class Unsharder:
         assert parameters.slot is not None
         key = parameters.slot.key
         slot, was_retired = parameters.reshard()
-        slot.collectives.release(slot.buffer)  # after its last reader: the slot's next content is ordered behind this
+        slot.collectives.release(slot.buffer)  # after its last reader: the slot's next writer waits for this
         slot.free()
         if was_retired:
             self.slots[slot.key] = self.slots.pop(key)
@@ -203,13 +203,13 @@ class Unsharder:
             )
 
     def settle(self) -> None:
-        """Nothing reads this rank's slices any more, as far as the current stream goes: they may be written."""
+        """Order the current stream after all reads of this rank's slices, so that these may be written."""
         self._mesh.shard.settle()
         if self._mesh.secondary is not None:
             self._mesh.secondary.settle()
 
     def reshard_all(self, units: Sequence[Unit]) -> None:
-        """Take every slot back, one that an interrupt left to nobody as well."""
+        """Take every slot back, even one that an interrupt left with a holder that does not know of it."""
         for unit in units:
             self.reshard(unit)
         for slot in self.all_slots:

@@ -26,9 +26,9 @@ NF4 = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""By code."""
+"""The numbers of nf4, by code."""
 CODE_BYTES = {"nf4": BLOCK_NUMEL // 2, "int8": BLOCK_NUMEL}
-"""Of a block, by the name of its kind."""
+"""Bytes of codes in a block, by the name of its kind."""
 
 
 def block_bytes(kind: str) -> int:
@@ -37,17 +37,17 @@ def block_bytes(kind: str) -> int:
 
 
 class Coder(NamedTuple):
-    """Turns numbers into blocks and back, on one device. Whatever it needs besides is small, or there for a moment."""
+    """Turns numbers into blocks and back, on one device. The memory that it needs besides is small, or freed soon."""
 
     kind: str
     pairs: Tensor
-    """Of nf4: by byte, the two numbers (fp32) of its codes, in 8 bytes that move as one."""
+    """For nf4, by byte: the two numbers (fp32) of its codes, as one element of 8 bytes."""
     limits: Tensor
-    """Of nf4: what lies halfway between its numbers."""
+    """For nf4: the midpoints between neighbouring numbers."""
 
     @classmethod
     def on(cls, device: torch.device, kind: str) -> Coder:
-        """A coder of that kind. No communication."""
+        """Make a coder of that kind. No communication."""
         numbers = torch.tensor(NF4, dtype=torch.float32, device=device)
         high, low = numbers.repeat_interleave(len(NF4)), numbers.repeat(len(NF4))
         pairs = torch.stack([high, low], 1).flatten().view(torch.int64)
@@ -74,7 +74,7 @@ class Coder(NamedTuple):
             into[:, code_bytes:] = scales.view(torch.uint8)
 
     def _codes(self, rows: Tensor) -> Tensor:
-        """Of numbers in [-1, 1], about: one row of bytes a block."""
+        """Return the codes of numbers that are in about [-1, 1]: one row of bytes a block."""
         if self.kind == "int8":
             whole = (rows * LARGEST_INT8).round_().clamp_(-LARGEST_INT8, LARGEST_INT8)
             return whole.to(torch.int8).view(torch.uint8)
@@ -102,7 +102,7 @@ class Coder(NamedTuple):
 
 
 def _step(blocks: Tensor) -> int:
-    """How many are worked on at once: as many as stay in a CPU's cache, or keep an accelerator busy for longer than a
-    launch takes (which is what a plan is for). Each takes about 400 bytes meanwhile."""
+    """Return how many blocks to work on at once: as many as stay in a CPU's cache, or keep an accelerator busy for
+    longer than a launch takes (fake tensors, as in a plan, stand for one). Each takes about 400 bytes meanwhile."""
     is_real = not isinstance(blocks, FakeTensor)
     return 2**13 if blocks.device.type == "cpu" and is_real else 2**18

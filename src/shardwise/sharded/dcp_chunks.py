@@ -1,4 +1,4 @@
-"""A piece as boxes of the whole tensor: what `torch.distributed.checkpoint` asks for, to save and to load it.
+"""A piece as boxes of the whole tensor, as `torch.distributed.checkpoint` needs it to save and load.
 
 A rank's piece is a range of the flattened parameter, so in a tensor of n dims it is up to 2 n - 1 boxes, each of them a
 view of the piece. Replicas name equal boxes; torch writes one of each.
@@ -31,10 +31,10 @@ class Box(NamedTuple):
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """Elements [start, stop) of a flattened tensor as consecutive boxes, at most two a dim and one more.
+    """Return elements [start, stop) of a flattened tensor as consecutive boxes, at most 2 n - 1 of them in n dims.
 
-    Each box is itself consecutive in the flattened tensor: the end of a row, whole rows, the beginning of a row; where
-    rows have rows, so on inside them. Raises ValueError if the tensor has no such elements.
+    Each box is itself consecutive in the flattened tensor: the end of a row, whole rows, the beginning of a row, and
+    likewise inside rows of rows. Raises ValueError if the tensor has no such elements.
     """
     numel = math.prod(shape)
     if not 0 <= start <= stop <= numel:
@@ -43,7 +43,8 @@ def boxes_of(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
 
 
 def _cut(at: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Elements [start, stop), at least one, of the part of shape `shape` at index `at` of the first dims."""
+    """Yield boxes of elements [start, stop), at least one, of the part of shape `shape` at index `at` of the first
+    dims."""
     if stop - start == math.prod(shape):
         yield Box(at + (0,) * len(shape), (1,) * len(at) + shape)
         return
@@ -64,7 +65,7 @@ def _cut(at: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> 
 
 
 def runs_of(shape: Sequence[int], box: Box) -> Iterator[Range]:
-    """The fewest ranges of a flattened tensor's elements that hold a box, in order: how it lies in a file.
+    """Yield the fewest ranges of a flattened tensor's elements that hold a box, in order, as it lies in a file.
 
     Raises ValueError if the box does not lie in the tensor.
     """
@@ -91,12 +92,13 @@ def runs_of(shape: Sequence[int], box: Box) -> Iterator[Range]:
 
 
 def write_items(placement: Placement, piece: Tensor, fqn: str) -> list[Any]:
-    """What this rank saves: torch's `WriteItem`s, one a box. An empty parameter is one empty box, or nothing names it.
+    """Return what this rank saves: torch's `WriteItem`s, one a box. An empty parameter is saved as one empty box, since
+    nothing would name it otherwise.
 
     Args:
         placement: of the piece.
         piece: 1-D, this rank's.
-        fqn: its name in the state_dict.
+        fqn: the parameter's name in the state_dict.
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -115,16 +117,16 @@ def write_items(placement: Placement, piece: Tensor, fqn: str) -> list[Any]:
 
 
 def chunks_to_load(placement: Placement, piece: Tensor) -> list[Any]:
-    """What this rank loads: torch's `ChunkStorageMetadata`, one a box.
+    """Return what this rank loads: torch's `ChunkStorageMetadata`, one a box.
 
-    Counts as a write to the piece, also where that is empty: every rank must see that the parameter changes.
+    Counts as a write to the piece, even if that is empty: every rank must see that the parameter changes.
     """
     torch.autograd.graph.increment_version(piece)
     return [_chunk(box) for box in _boxes(placement)]
 
 
 def view_at(placement: Placement, piece: Tensor, offsets: tuple[int, ...] | None) -> Tensor:
-    """The box at `offsets`, as a view of the piece. Raises ValueError if the piece has none there."""
+    """Return the box at `offsets`, as a view of the piece. Raises ValueError if the piece has none there."""
     start = 0
     for box in _boxes(placement):
         if box.offsets == offsets:

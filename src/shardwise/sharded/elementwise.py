@@ -30,13 +30,13 @@ _UNTAGGED = frozenset(
 ) | {f"aten::{name}" for name in ("_to_copy", "lift_fresh", "empty_like", "zeros_like", "ones_like", "full_like")}
 """Elementwise, but not tagged `pointwise` by torch."""
 _FUSED = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
-_NUMBERS = frozenset((int, float, bool))  # isinstance of a tensor is slow to say no
+_NUMBERS = frozenset((int, float, bool))  # compared first: isinstance is slow for a tensor
 _NOT_FOREACH = frozenset(f"aten::_foreach_{name}" for name in ("norm", "max", "powsum", "mm"))
 
 
 @register_operations
 def handler(func: OpOverload) -> Handler | None:
-    """What runs `func` on the pieces, or None where it is not elementwise."""
+    """Return the handler that runs `func` on the pieces, or None if it is not elementwise."""
     name = func._schema.name
     if torch.Tag.nondeterministic_seeded in func.tags:
         return None
@@ -57,18 +57,19 @@ def _same_elements(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def _as_real(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedParameter:
-    """How optimizers see complex parameters: a piece of whole elements is a piece of whole pairs. The view has a
-    version of its own; that a step wrote is known without (`Owner.stepped`)."""
+    """View a complex parameter as real pairs, as optimizers do: a piece of whole elements is a piece of whole pairs.
+    The view has a version of its own, but the unit learns of a step's writes without it (`Owner.stepped`)."""
     return ShardedParameter(torch.view_as_real(args[0].local).view(-1), args[0].placement.as_real)
 
 
 def _as_complex(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedParameter:
-    """And back. Pairs are never cut: slices and parameters start on multiples of 16 bytes."""
+    """View real pairs as complex numbers again. Pairs are never cut: slices and parameters start on multiples of 16
+    bytes."""
     return ShardedParameter(torch.view_as_complex(args[0].local.view(-1, 2)), args[0].placement.as_complex)
 
 
 class _Elementwise:
-    """Runs one operation on single tensors. What it writes, by argument position or keyword, is read off its schema."""
+    """Runs one operation on single tensors. Its schema tells which arguments it writes, by position or keyword."""
 
     def __init__(self, func: OpOverload) -> None:
         arguments = func._schema.arguments
@@ -95,8 +96,8 @@ class _Elementwise:
         return tuple(ShardedParameter(part, first.placement) for part in result)
 
     def _check_whole(self, first: ShardedParameter) -> None:
-        """Raise NotOnPiecesError where a piece would do but what comes next wants the whole: a conversion in a forward
-        (`head.weight.float()`), and autograd's formula of an operation that was computed on the whole."""
+        """Raise NotOnPiecesError if the operation would work on a piece but what follows needs the whole: a conversion
+        in a forward (`head.weight.float()`), or the backward formula of an operation that was computed on the whole."""
         face = first.face
         if face is None or face.unit is None or not face.unit.is_running:
             return
@@ -105,7 +106,7 @@ class _Elementwise:
 
 
 class _Copy(_Elementwise):
-    """`copy_`, which takes a plain tensor of the whole shape too: each rank cuts its piece out of what it was given."""
+    """Runs `copy_`, which also takes a plain tensor of the whole shape: each rank copies its piece of that."""
 
     def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         target, whole = args[:2]
@@ -119,7 +120,7 @@ class _Copy(_Elementwise):
 
 
 def _put_by_mask(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedParameter:
-    """`tensor[mask] = number` (Rprop): the only indexing that is elementwise."""
+    """Run `tensor[mask] = number` (Rprop), the only indexing that is elementwise."""
     target, indices, value = args[:3]
     by_mask = len(indices) == 1 and type(indices[0]) is ShardedParameter and indices[0].dtype == torch.bool
     if type(target) is not ShardedParameter or not by_mask:
@@ -134,7 +135,7 @@ def _put_by_mask(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _piece(value: Any, first: ShardedParameter, func: OpOverload) -> Any:
-    """What stands for an argument in a call on pieces cut like `first`."""
+    """Return what replaces an argument in a call on pieces that are cut like `first`."""
     if type(value) is type(first):
         if not same_cut(value.placement, first.placement):
             _differently_cut(first.placement, value.placement, func)
@@ -150,7 +151,8 @@ def _piece(value: Any, first: ShardedParameter, func: OpOverload) -> Any:
 
 
 def note_writes(written: Sequence[Tensor], pieces: list[Tensor]) -> None:
-    """Operations here bump no versions, and views made here share none."""
+    """Increase the versions of written pieces, and of their homes: operations run here do not, and views made here
+    share no version."""
     torch.autograd.graph.increment_version(pieces)
     for target in written:
         if type(target) is ShardedParameter and target.home is not None:
@@ -182,8 +184,8 @@ def _not_a_number(sharded: Placement, plain: Tensor, func: OpOverload) -> NoRetu
 
 
 class _OnLists:
-    """Runs one foreach or fused operation: position i of every list belongs together. Positions without a sharded
-    tensor are left alone, so that sharded and ignored parameters share an optimizer."""
+    """Runs one foreach or fused operation: the tensors at position i of all lists belong together. Positions without a
+    sharded tensor stay as they are, so that sharded and ignored parameters can share an optimizer."""
 
     def __init__(self, func: OpOverload) -> None:
         self._writes = func._schema.is_mutable
@@ -206,19 +208,19 @@ class _OnLists:
         return None if self._writes else results
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-        """On the pieces. Returns the results, of an operation that writes none."""
+        """Run the operation on the pieces. Returns its results; nothing if it writes in place."""
         local_args = [_locals(value) if _is_tensor_list(value) else value for value in args]
         result = self._call(*local_args, **kwargs)
         if not self._writes:
             return result  # type: ignore[no-any-return]
         note_writes(args[0], local_args[0])
-        if kwargs.get("grad_scale") is not None:  # fused steps unscale gradients where they are
+        if kwargs.get("grad_scale") is not None:  # fused steps unscale gradients in place
             note_writes(args[1], local_args[1])
         return ()
 
 
 def _at(where: Sequence[int], value: Any, count: int) -> Any:
-    """Of an argument of an operation on lists of `count` tensors, what belongs to some positions."""
+    """Return the part for the positions `where` of an argument of an operation on lists of `count` tensors."""
     if isinstance(value, Tensor):
         return value[list(where)] if value.ndim == 1 and value.numel() == count > 1 else value
     return [value[i] for i in where] if isinstance(value, (list, tuple)) and len(value) == count else value
@@ -229,19 +231,19 @@ def _is_tensor_list(value: Any) -> bool:
 
 
 def _numbers(value: Tensor, count: int) -> bool:
-    """A learning rate, a scale; or the `scalars` of an overload that takes one number for each position."""
+    """Whether it is one number (a learning rate, a scale), or has one for each position (an overload's `scalars`)."""
     return value.numel() == 1 or (value.ndim == 1 and value.numel() == count)
 
 
 def _locals(items: Sequence[Tensor]) -> list[Tensor]:
-    """Ignored parameters and step counters are what they are."""
+    """Return the pieces of sharded tensors; ignored parameters and step counters stay as they are."""
     return [item.local if type(item) is ShardedParameter else item for item in items]
 
 
 def _placements(func: OpOverload, lists: Sequence[Sequence[Tensor]], writes: bool) -> Sequence[Placement | None]:
-    """For each position its placement, None where all is plain. Raises where a position does not belong together."""
+    """Return each position's placement, None if all its tensors are plain. Raises if they do not fit together."""
     by_list = [[item.placement if type(item) is ShardedParameter else None for item in items] for items in lists]
-    merged = by_list[0]  # what is written decides; results lie where any operand does
+    merged = by_list[0]  # the written list decides; results are placed as any operand is
     if not writes and None in merged:
         merged = [next((p for p in column if p is not None), None) for column in zip(*by_list, strict=True)]
     for items, found in zip(lists, by_list, strict=True):

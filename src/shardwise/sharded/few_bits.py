@@ -20,7 +20,7 @@ _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def blocks_of(shard: Tensor, fragment: Fragment, kind: str) -> Tensor:
-    """Those of a parameter in the bytes of a shard: [blocks, bytes of a block]."""
+    """Return the blocks of a parameter in the bytes of a shard: [blocks, bytes of a block]."""
     first, count = fragment.offset // BLOCK_NUMEL, -(-fragment.numel // BLOCK_NUMEL)
     return shard.view(-1, block_bytes(kind))[first : first + count]
 
@@ -36,19 +36,20 @@ class _Blocks:
 
 
 class FewBitsParameter(ShardedParameter):
-    """Of the stored shape and dtype. This rank's piece is blocks: to read it is to decode them, to a new tensor, and to
-    write it (`copy_`, `zero_`, ...) is to encode what it is to be. Writing to what `local` returned changes nothing.
+    """A parameter of the stored shape and dtype whose piece on this rank is blocks. Reading the piece decodes them into
+    a new tensor; writing it (`copy_`, `zero_`, ...) encodes the new numbers. Writing to what `local` returned changes
+    nothing.
     """
 
     blocks: Tensor = _Blocks()  # type: ignore[assignment]
-    """This rank's: [blocks, bytes of a block], uint8; shared with its unit. From disk they are here while there is a
-    view of them."""
+    """This rank's blocks: [blocks, bytes of a block], uint8; shared with its unit. If they rest on a medium they are
+    loaded, and stay in memory while there is a view of them."""
     coder: Coder
     _added: Callable[[int, int], Tensor] | None = None
     _dtype: torch.dtype
 
     def __new__(cls, blocks: Tensor | Home, coder: Coder, dtype: torch.dtype, placement: Placement) -> Self:
-        """`blocks`: this rank's, or where the shard that they are in is between uses."""
+        """`blocks`: this rank's, or the home of the shard that they are in."""
         self: Self = Tensor._make_wrapper_subclass(cls, placement.shape, dtype=dtype, device=coder.limits.device)
         self.coder, self._dtype, self.placement = coder, dtype, placement
         if isinstance(blocks, Tensor):
@@ -59,14 +60,14 @@ class FewBitsParameter(ShardedParameter):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """As `ShardedParameter.dtype`: the stored dtype, or the one that the model computes in while it runs."""
+        """Like `ShardedParameter.dtype`: the stored dtype, or the one that the model computes in while it runs."""
         running = self.inner is not None and self.unit is not None and self.unit.is_running
         return self.inner.dtype if running and self.inner is not None else self._dtype
 
     @property
     def added(self) -> Callable[[int, int], Tensor] | None:
-        """What is added to elements [start, stop) of the flattened whole whenever they are read: an adapter that was
-        merged. Aliases have it from the parameter."""
+        """A function whose result is added to elements [start, stop) of the flattened whole whenever they are read: an
+        adapter that was merged. None if there is none. Aliases use their parameter's."""
         return self._merged_in._added
 
     @added.setter
@@ -88,23 +89,23 @@ class FewBitsParameter(ShardedParameter):
         `start` is a multiple of 64; all of them are in this rank's piece.
         """
         first = (start - self.fragment.start) // BLOCK_NUMEL
-        blocks = self.blocks[first : first + -(-(stop - start) // BLOCK_NUMEL)]  # of the last one perhaps a part
+        blocks = self.blocks[first : first + -(-(stop - start) // BLOCK_NUMEL)]  # perhaps only a part of the last one
         dtype = self._dtype if self.added is None else torch.float32
-        with torch.inference_mode(False):  # writes to it are told by its version
+        with torch.inference_mode(False):  # its version must count writes to it
             numbers = torch.empty(len(blocks) * BLOCK_NUMEL, dtype=dtype, device=blocks.device)
         self.coder.decode(blocks, numbers)
         numbers = numbers[: stop - start]
         return numbers if self.added is None else numbers.add_(self.added(start, stop)).to(self._dtype)
 
     def write(self, piece: Tensor) -> None:
-        """Encode what this rank's piece is to be: 1-D, any float dtype, on any device. No communication; every rank
-        must do so, those with an empty piece too."""
+        """Encode `piece` (1-D, any float dtype, any device) as this rank's piece. No communication; every rank must do
+        so, even with an empty piece."""
         self.begin_overwrite()
         self.write_at(0, piece)
 
     def begin_overwrite(self) -> None:
-        """All of the piece is about to be written, with `write_at`: every rank sees a change, also where the piece is
-        empty."""
+        """Called before all of the piece is written with `write_at`: drop what was merged, and increase the version on
+        every rank, even with an empty piece."""
         self.added = None
         if self.home is None:
             torch.autograd.graph.increment_version(self.blocks)
@@ -112,17 +113,17 @@ class FewBitsParameter(ShardedParameter):
             self.home.note_write()
 
     def write_at(self, first: int, numbers: Tensor) -> None:
-        """Encode what the piece is to be from its element `first`, a multiple of 64, on: whole blocks, but for the
-        piece's last one. No communication."""
+        """Encode `numbers` as the piece's elements from `first`, a multiple of 64, on. They fill whole blocks, except
+        the piece's last one. No communication."""
         count = -(-numbers.numel() // BLOCK_NUMEL)
         blocks = self.blocks[first // BLOCK_NUMEL :][:count]
         self.coder.encode(numbers.to(self._dtype), blocks)
         if self.home is not None:
-            self.home.note_write()  # while it is here
+            self.home.note_write()  # while the slice is in memory
 
     def merge(self, added: Callable[[int, int], Tensor]) -> None:
         """From now on add `added(start, stop)`, 1-D, to elements [start, stop) of the flattened whole whenever they are
-        read or gathered, beside what was merged before. Every rank must do so."""
+        read or gathered, in addition to what was merged before. Every rank must do so."""
         before = self.added
         self.begin_overwrite()
         self.added = added if before is None else lambda start, stop: before(start, stop) + added(start, stop)
@@ -132,7 +133,7 @@ class FewBitsParameter(ShardedParameter):
         return whole.of_fragments(self.placement, self.local)
 
     def without_autograd(self) -> Self:
-        """An alias: the same blocks."""
+        """Return an alias of the same blocks."""
         alias = type(self)(self.blocks if self.home is None else self.home, self.coder, self._dtype, self.placement)
         alias._origin = self if self._origin is None else self._origin
         return alias
@@ -145,7 +146,7 @@ class FewBitsParameter(ShardedParameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """On decoded pieces, of which those that it writes are encoded again."""
+        """Run the operation on decoded pieces, and encode those again that it has written."""
         if func in _SAME:
             return args[0].without_autograd()
         decoded: list[tuple[FewBitsParameter, ShardedParameter, int]] = []
@@ -175,7 +176,7 @@ class FewBitsParameter(ShardedParameter):
 
     @property
     def requires_grad(self) -> bool:
-        """False. Raises UsageError where it is to be True."""
+        """False. Setting it to True raises UsageError."""
         return False
 
     @requires_grad.setter

@@ -14,13 +14,13 @@ from shardwise.sharded.parameter import Handler, ShardedParameter, register_oper
 
 @register_operations
 def handler(func: OpOverload) -> Handler | None:
-    """What unscales a list of gradients in place, or None for other operations."""
+    """Return the handler of the operation that unscales a list of gradients in place; None for other operations."""
     return _unscale if func._schema.name == "aten::_amp_foreach_non_finite_check_and_unscale_" else None
 
 
 def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """On the pieces, then one `all_reduce` of one number for each shard group. Replicas hold equal gradients, so they
-    find the same without being asked."""
+    """Unscale the pieces, then `all_reduce` one number in each shard group. Replicas hold equal gradients, so they find
+    the same without communication."""
     gradients, found_inf, inv_scale = args
     sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedParameter)]
     for where in slice_by_slice([gradients]):

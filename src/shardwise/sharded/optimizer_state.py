@@ -12,21 +12,21 @@ from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.placement import Placement, same_cut
 
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""State of torch's optimizers that is one number, whatever the parameter's shape, also of one that is a number."""
+"""Names of state in torch's optimizers that is one number whatever the parameter's shape, even for a 0-d parameter."""
 
 
 Place = Callable[[Tensor, tuple[int, ...]], Placement | None]
-"""Where an optimizer has state of that shape of a parameter; None: where the parameter is."""
+"""Returns the placement of an optimizer's state of that shape for a parameter; None: the parameter's own."""
 
 
 def cut_state(parameter: ShardedParameter, state: Mapping[str, Any], place: Place | None = None) -> dict[str, Any]:
-    """The state of one parameter, with full tensors cut to this rank's pieces. No communication: every rank must have
-    been given equal numbers.
+    """Return the state of one parameter, with full tensors cut to this rank's pieces. No communication: every rank must
+    be given equal numbers.
 
     Args:
-        place: of an optimizer that keeps state of other shapes than the parameter's.
+        place: for an optimizer that keeps state of other shapes than the parameter's.
 
-    Raises UsageError for a tensor that has neither the parameter's shape nor is one number, and for pieces that hold
+    Raises UsageError for a tensor that neither has the parameter's shape nor is one number, and for pieces that hold
     other elements than the parameter's.
     """
     return {name: _cut(parameter, name, value, place) for name, value in state.items()}

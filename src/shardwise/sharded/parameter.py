@@ -5,8 +5,8 @@ the global ones, while the memory is one rank's. Operations fall in three classe
 
 - elementwise (`elementwise.py`): the piece of the result is the result on the pieces; no communication;
 - whole-tensor reductions (`reductions.py`): the local partial results are combined, one collective a call;
-- everything else, which a piece cannot answer: in a forward or backward of the model it is computed on the whole, which
-  the unit gathers; at other times `UsageError`, with the operation, the fqn and the way out.
+- everything else, which cannot be computed on a piece: in a forward or backward of the model the unit is gathered and
+  the whole computed with; at other times `UsageError`, with the operation, the fqn and the way out.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ _stored_dtype: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: i
 _stored_device: Callable[[Tensor], torch.device] = Tensor.device.__get__
 
 _SLICES_AHEAD = 3
-"""How many slices are told of that an operation over many comes to next."""
+"""How many sets of homes `slice_by_slice` reads ahead, the present one included."""
 SHARDED_FACE = "_shardwise_sharded"
 """Attribute of a plain parameter that was sharded: its outer face."""
 
 
 def outer_face(parameter: Tensor) -> ShardedParameter | None:
-    """Of a plain parameter that a unit computes with, or that was sharded, what stands for it outside; else None."""
+    """Return the outer face of a plain parameter that a unit computes with, or that was sharded; else None."""
     face: ShardedParameter | None = getattr(parameter, SHARDED_FACE, None)
     return face
 
 
 class Owner(Protocol):
-    """What a parameter belongs to and tells of its updates: its unit."""
+    """The owner of a parameter, which is told of its updates: its unit."""
 
     states: Any
-    """What keeps the optimizer's state of its parameters elsewhere (`offload.StateStore`), or None."""
+    """Where the optimizer state of its parameters rests on a medium (`offload.StateStore`), or None."""
 
     @property
     def rests_elsewhere(self) -> bool:
-        """Whether its parameters, their gradients or their optimizer's state rest elsewhere than on the device."""
+        """Whether its parameters, their gradients or their optimizer state rest on a medium between uses."""
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward of the model that it is in is under way."""
+        """Whether a forward of its model is under way, or a backward, which may recompute one."""
 
     @property
     def version(self) -> int:
@@ -66,39 +66,39 @@ class Owner(Protocol):
         """The units around it."""
 
     def about_to_step(self) -> None:
-        """An optimizer is going to update the shards. Raises UsageError if gradients still wait to be reduced."""
+        """Called before an optimizer updates the shards. Raises UsageError if gradients still wait to be reduced."""
 
     def stepped(self) -> None:
-        """An optimizer has updated the shards."""
+        """Called after an optimizer has updated the shards."""
 
     def take_penalty(self, face: ShardedParameter, piece: Tensor) -> None:
-        """A gradient came to the outer face, from a penalty in the loss: the mean over the shard group. In backward."""
+        """Take the gradient of an outer face, from a penalty: a piece, the mean over the shard group. In backward."""
 
     def take_gradient(self, face: ShardedParameter, grad: Tensor) -> None:
-        """This rank's full gradient came to the outer face, from an operation that read it. In backward."""
+        """Take this rank's full gradient of an outer face, from an operation that read it. In backward."""
 
     def whole(self, face: ShardedParameter) -> Tensor | None:
-        """The full parameter, in the dtype that modules compute in, for one operation; None where no forward or
+        """Return the full parameter, in the dtype that modules compute in, for one operation; None if no forward or
         backward of its model is under way. Every rank must call this."""
 
 
 class Home(Protocol):
-    """Where this rank's slice of some parameters is while nobody reads it, if not in memory."""
+    """The place on a medium where this rank's slice of some parameters rests while nobody reads it."""
 
     dtype: torch.dtype
 
     @property
     def _version(self) -> int:
-        """Counts writes, as a tensor's."""
+        """Counts writes, as a tensor's does."""
 
     def flat(self) -> Tensor:
-        """The slice in memory, 1-D: a view, and a write to it is kept. No communication."""
+        """Load the slice and return a view of it, 1-D. Writes to the view are kept. No communication."""
 
     def read_ahead(self) -> None:
-        """It will be wanted soon."""
+        """Begin to load the slice, which will be needed soon."""
 
     def note_write(self) -> None:
-        """It was written, perhaps in a way that no version tells."""
+        """Note that the slice was written, perhaps without a change of its version."""
 
 
 class _LocalView:
@@ -129,38 +129,38 @@ class ShardedParameter(Tensor):
     """
 
     local: Tensor = _LocalView()  # type: ignore[assignment]
-    """This rank's piece: 1-D, row-major order. Writing to it in place writes the parameter. Every rank must do so,
-    those with an empty piece too: the write is what has a unit that is still gathered be gathered again, which all
-    ranks do together. A rank that skips its write computes with old weights while its peers wait for it. `copy_` of a
-    plain tensor of the global shape, and with it `load_state_dict`, writes the piece of what this rank was given: every
-    rank must be given equal numbers."""
+    """This rank's piece: 1-D, row-major order. Writing to it in place writes the parameter. Every rank must do so, even
+    with an empty piece: only after a write is a unit that is still gathered gathered again, which all ranks must do
+    together. A rank that skips its write computes with old weights while its peers wait for it. `copy_` of a plain
+    tensor of the global shape, and with it `load_state_dict`, writes this rank's piece of that tensor: every rank must
+    be given equal numbers."""
     placement: Placement
     _have_homes: ClassVar[bool] = False
-    """Any in this process do, or did: where none does, nobody has to look through lists of them."""
+    """Whether any in this process has or had a home: if none has, lists of them need not be searched for homes."""
     home: Home | None = None
-    """Where the piece is while nobody reads `local`; None: that has memory of its own."""
+    """Where the piece rests while nobody reads `local`; None if the piece has memory of its own."""
     unit: Owner | None = None
     """The unit that the parameter belongs to; None for gradients, optimizer state and handles."""
     inner: torch.nn.Parameter | None = None  # type: ignore[assignment]
     """The leaf that modules compute with while the unit is gathered; None as for `unit`."""
 
     waiting: ShardedParameter | None = None
-    """The placeholder for its `.grad` while that waits to be reduced (`waiting.py`), once it was needed."""
+    """The placeholder for its `.grad` while that waits to be reduced (`waiting.py`), made when it is first needed."""
 
     is_read: bool = False
-    """Operations have read it whole, so formulas of backward do."""
+    """Whether operations have read it whole, so that backward formulas do too."""
     put_off_at: int | None = None
-    """Its numbers are to come (`deferred_init/put_off.py`), unless its memory has another version by now."""
+    """Version of its memory when it got no numbers yet (`deferred_init/put_off.py`): it has none until that changes."""
     _held_grad: Tensor | None = None
-    """`.grad` while autograd puts a penalty's gradient there."""
+    """What `.grad` holds otherwise, while autograd puts a penalty's gradient there."""
     _origin: ShardedParameter | None = None
-    """The tensor whose alias this is."""
+    """The tensor that this is an alias of."""
     _aliases: Sequence[weakref.ref[ShardedParameter]] = ()
 
-    # No Python before the dispatcher: a third of the cost.
+    # No Python runs before the dispatcher: it would be a third of the cost.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     __hash__ = object.__hash__
-    """Of the object, as torch's is, which asks twice: optimizers look up their state by parameters."""
+    """The hash of the object, as torch's is, but faster: optimizers look up their state by parameters."""
 
     def __new__(cls, local: Tensor, placement: Placement, requires_grad: bool = False) -> Self:
         if local.shape != (placement.fragment.numel,):
@@ -177,7 +177,7 @@ class ShardedParameter(Tensor):
 
     @classmethod
     def at(cls, home: Home, device: torch.device, placement: Placement, requires_grad: bool = False) -> Self:
-        """One whose piece is in memory only while somebody has a view of it."""
+        """Make one whose piece is in memory only while somebody has a view of it."""
         self: Self = Tensor._make_wrapper_subclass(
             cls, placement.shape, dtype=home.dtype, device=device, requires_grad=requires_grad
         )
@@ -188,7 +188,7 @@ class ShardedParameter(Tensor):
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The shard's."""
+        """The shard's dtype."""
         return _stored_dtype(self)
 
     @property
@@ -201,19 +201,19 @@ class ShardedParameter(Tensor):
 
     @property
     def stored_device(self) -> torch.device:
-        """The one that computes with it."""
+        """The device that computes with it."""
         return _stored_device(self)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The one that computes with it; the meta device while its numbers are put off."""
+        """The device that computes with it; the meta device while it has no numbers yet."""
         if self.put_off_at is not None and (self.home or self.local)._version == self.put_off_at:
             return torch.device("meta")
         return _stored_device(self)
 
     @property
     def fqn(self) -> str:
-        """Fully qualified name of the parameter this is, or belongs to."""
+        """Fully qualified name of the parameter that this is, or belongs to."""
         return self.placement.fqn
 
     @property
@@ -223,22 +223,22 @@ class ShardedParameter(Tensor):
 
     @property
     def face(self) -> ShardedParameter | None:
-        """The model's parameter that this is, or is an alias of, as autograd saves them."""
+        """The model's parameter that this is, or is an alias of; autograd saves aliases."""
         return self if self.unit is not None else self._origin
 
     def full_tensor(self) -> Tensor:
-        """The whole, as a new plain tensor of the global shape. Every rank of the shard group must call this.
+        """Return the whole, as a new plain tensor of the global shape. Every rank of the shard group must call this.
 
-        For looking at a tensor, not for training. A model's parameters that are asked for in the order of
-        `named_parameters` cost one collective a unit, and the memory of one unit and those around it meanwhile; a
-        tensor alone costs one for each rank that has some of it.
+        For inspecting a tensor, not for training. A model's parameters that are requested in the order of
+        `named_parameters` cost one collective per unit, and meanwhile the memory of one unit and those around it; a
+        single tensor costs one collective for each rank that has some of it.
         """
         face = self.face
         return whole.full_tensor(self, face.unit if face is not None and _share_memory(face, self) else None)
 
     def write(self, piece: Tensor) -> None:
-        """Copy to this rank's piece: 1-D, of any dtype, on any device. No communication; every rank must do so, those
-        with an empty piece too."""
+        """Copy `piece` (1-D, any dtype, any device) to this rank's piece. No communication; every rank must do so, even
+        with an empty piece."""
         self.local.copy_(piece)
 
     def receive_grad(self, grad: ShardedParameter) -> None:
@@ -263,27 +263,27 @@ class ShardedParameter(Tensor):
         return handle
 
     def hand_on_gradients(self) -> None:
-        """From here on a gradient that autograd itself brings to this face goes to its unit. Called by the engine."""
-        this = weakref.ref(self)  # the collector cannot see through a tensor's hooks
+        """Pass gradients that autograd computes for this face on to its unit, from now on. Called by the engine."""
+        this = weakref.ref(self)  # the garbage collector cannot see through a tensor's hooks
 
         def aside(grad: Tensor) -> None:
             face = this()
             assert face is not None
             assert face.unit is not None
             if isinstance(grad, ShardedParameter):
-                face.unit.take_penalty(face, grad.local)  # its numbers met the pieces further up
+                face.unit.take_penalty(face, grad.local)  # averaged where numbers met the pieces
             elif face.is_read and not penalties.is_one_number(grad):
                 face.unit.take_gradient(face, grad)
             else:
                 piece = penalties.meeting(grad, face.placement).to(face.stored_dtype)
                 face.unit.take_penalty(face, piece.expand((face.fragment.numel,)))
-            face._held_grad, face.grad = face.grad, None  # which autograd would add to
+            face._held_grad, face.grad = face.grad, None  # autograd would add to `.grad`
 
         super().register_hook(aside)  # type: ignore[no-untyped-call]
         super().register_post_accumulate_grad_hook(_give_back)  # type: ignore[no-untyped-call]
 
     def take_grad_hooks(self, parameter: torch.nn.Parameter) -> None:
-        """Have the post-accumulate hooks of `parameter` run here instead; their handles go on working."""
+        """Take over the post-accumulate hooks of `parameter`; their handles still work."""
         hooks: Any = parameter._post_accumulate_grad_hooks
         if hooks is not None:
             self._grad_hooks = hooks
@@ -310,7 +310,7 @@ class ShardedParameter(Tensor):
         return func(*wholes[0], **wholes[1])
 
     def without_autograd(self) -> Self:
-        """An alias: the same piece, as `detach()` and `.data` give it."""
+        """Return an alias of the same piece, as `detach()` and `.data` do."""
         home = self.home
         device = self.stored_device
         alias = type(self)(self.local, self.placement) if home is None else self.at(home, device, self.placement)
@@ -325,10 +325,10 @@ class ShardedParameter(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Copies: the piece stays where the engine laid it. Other dtypes, devices and cuts are refused.
+        """Copies `value`: the piece stays where the engine put it. Other dtypes, devices and cuts are refused.
 
-        Torch would take the other memory and leave this one to whoever got it from `.data` or `detach()` before; here
-        they are given a copy of what was in it.
+        Torch would take the memory of `value` and leave the old memory to tensors that `.data` or `detach()` returned
+        before; here those get a copy of what was in it.
         """
         if value is self:
             return
@@ -347,15 +347,15 @@ class ShardedParameter(Tensor):
             self.copy_(value)
 
     def __create_write_items__(self, fqn: str, object: object) -> list[Any]:  # noqa: A002 - torch's name
-        """For `torch.distributed.checkpoint.save`."""
+        """Called by `torch.distributed.checkpoint.save`."""
         return dcp_chunks.write_items(self.placement, self.local, fqn)
 
     def __create_chunk_list__(self) -> list[Any]:
-        """For `torch.distributed.checkpoint.load`, which writes to this rank's piece next."""
+        """Called by `torch.distributed.checkpoint.load`, which writes to this rank's piece next."""
         return dcp_chunks.chunks_to_load(self.placement, self.local)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """For both: the part of the piece at `index.offset`."""
+        """Return the part of the piece at `index.offset`. Called by both."""
         return dcp_chunks.view_at(self.placement, self.local, None if index.offset is None else tuple(index.offset))
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -366,8 +366,8 @@ class ShardedParameter(Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        """A copy of this rank's piece, placed alike: of a gradient, optimizer state or a state_dict's handle. No
-        communication. Raises UsageError for a model's parameter: there would be no unit to gather the copy."""
+        """Copy this rank's piece of a gradient, of optimizer state or of a state_dict's handle; the copy has the same
+        placement. No communication. Raises UsageError for a model's parameter: no unit would gather the copy."""
         if self.unit is not None:
             self._no(
                 "copy.deepcopy",
@@ -398,11 +398,11 @@ class ShardedParameter(Tensor):
         self._no("conversion by DLPack", _LOOK)
 
     def apply_(self, callable: Any) -> NoReturn:  # noqa: A002 - torch's name
-        """Raises UsageError: torch would write to memory that is not there."""
+        """Raises UsageError: torch would write to memory that the wrapper does not have."""
         self._no("apply_()", ".local.apply_() writes this rank's piece (on every rank)")
 
     def share_memory_(self) -> NoReturn:
-        """Raises UsageError: torch would take memory that is not there."""
+        """Raises UsageError: torch would share memory that the wrapper does not have."""
         self._no("share_memory_()", "share what sw.full_state_dict(model) gives")
 
     def data_ptr(self) -> NoReturn:
@@ -410,7 +410,7 @@ class ShardedParameter(Tensor):
         self._no("data_ptr()", _ADDRESS)
 
     def storage(self) -> NoReturn:
-        """Raises UsageError: safetensors, and what saves through it, asks for it."""
+        """Raises UsageError. Called by safetensors and whatever saves with it."""
         self._no("storage()", _STORAGE)
 
     def to_local(self) -> Tensor:
@@ -419,13 +419,13 @@ class ShardedParameter(Tensor):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks that hold pieces, as a mesh of one axis. No communication. Raises UsageError where there is no
-        process group."""
+        """The ranks that hold pieces, as a mesh of one axis. No communication. Raises UsageError if there is no process
+        group."""
         return device_mesh(self.placement)
 
     @property
     def placements(self) -> tuple[FlatPieces]:
-        """How the mesh's ranks hold it: in consecutive ranges of the flattened tensor, of any length."""
+        """How the ranks of `device_mesh` hold it: in consecutive ranges of the flattened tensor, of any length."""
         return (flat_pieces(self.placement),)
 
     def _no(self, operation: str, way_out: str) -> NoReturn:
@@ -433,7 +433,7 @@ class ShardedParameter(Tensor):
 
 
 def _give_back(face: Tensor) -> None:
-    """What autograd calls when it has put a gradient into an outer face, whose unit has it already."""
+    """Restore `.grad`, after autograd has put a gradient there that the face's unit has taken already."""
     assert isinstance(face, ShardedParameter)
     face.grad, face._held_grad = face._held_grad, None
 
@@ -473,7 +473,7 @@ _RANDOM = "each rank would draw its own numbers: initialise before sw.shard, or 
 
 
 def first_sharded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShardedParameter:
-    """The first sharded argument, also inside lists. There is one, or the call would not have come here."""
+    """Return the first sharded argument, also from inside lists. There must be one."""
     for value in (*args, *kwargs.values()):
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if type(item) is ShardedParameter:
@@ -482,12 +482,12 @@ def first_sharded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShardedPara
 
 
 def _refuse(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
-    """Raise the error for an operation that no piece can answer."""
+    """Raise the error for an operation that cannot be computed on a piece."""
     name = func._schema.name
     random = torch.Tag.nondeterministic_seeded in func.tags
     way_out = _RANDOM if random else _WAYS_OUT.get(name, _ANYTHING_ELSE)
     sharded = first_sharded(args, kwargs)
-    if name == "aten::view" and tuple(args[1]) == sharded.shape:  # how torch finds out where a gradient comes to
+    if name == "aten::view" and tuple(args[1]) == sharded.shape:  # how torch finds where a gradient arrives
         sharded._no(name.replace("::", "."), _GRADIENT_EDGE)
     raise NotOnPiecesError(_refusal(name.replace("::", "."), sharded.fqn, way_out))
 
@@ -501,15 +501,15 @@ def _share_memory(a: ShardedParameter, b: ShardedParameter) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's piece of it; of a plain one, itself."""
+    """Return this rank's piece of a sharded tensor, or a plain tensor itself."""
     return tensor.local if isinstance(tensor, ShardedParameter) else tensor
 
 
 def slice_by_slice(lists: Sequence[Sequence[Any]]) -> Iterator[Sequence[int]]:
-    """Positions of lists of equal length, of tensors of which those at one position belong together: all at once,
-    unless some rest at homes. Then those of the same homes together, each slice read ahead: so an operation over all
-    of a model's tensors has a few slices in memory at a time, if no views are held when the next ones are asked for.
-    """
+    """Yield positions in lists of equal length, whose tensors at one position belong together: all positions at once,
+    unless some tensors have homes. Then positions with the same homes together, while the next slices are read ahead:
+    an operation over all of a model's tensors has only a few slices in memory at a time, provided that the caller holds
+    no views when it asks for the next positions."""
     if not ShardedParameter._have_homes:
         yield range(len(lists[0]))
         return
@@ -526,7 +526,7 @@ def slice_by_slice(lists: Sequence[Sequence[Any]]) -> Iterator[Sequence[int]]:
 
 
 def _wholes(tree: Any) -> Any:
-    """A call's arguments with full parameters in the place of sharded ones, or None where they cannot be had."""
+    """Return a call's arguments with full parameters in place of sharded ones, or None if one cannot be gathered."""
     missing = False
 
     def whole(value: Any) -> Any:
@@ -550,11 +550,11 @@ Handler = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
 Finder = Callable[[OpOverload], Handler | None]
 _finders: list[Finder] = []
 _handlers: dict[OpOverload, Handler] = {}
-"""Filled as operations are met: one lookup a call."""
+"""Filled when an operation is first met, so that a call costs one lookup."""
 
 
 def register_operations(find: Finder) -> Finder:
-    """Have operations that `find` returns a handler for run by it. First come, first asked; the modules that implement
-    operations do this as they are imported, and the package imports them."""
+    """Let the handlers that `find` returns run their operations. Finders are asked in the order of registration; the
+    modules that implement operations register theirs when the package imports them."""
     _finders.append(find)
     return find

@@ -1,7 +1,7 @@
-"""The step of some of an optimizer's parameters: what optimizers in backward and state elsewhere are made of.
+"""An optimizer's step for some of its parameters, on which steps in backward and offloaded state are built.
 
-An elementwise optimizer keeps everything that it knows by parameter, counters included, so its step over all parameters
-is the same as its steps over some of them, one after another. docs/design/offload.md has the alternatives.
+An elementwise optimizer keeps all of its state by parameter, counters included, so its step over all parameters is the
+same as its steps over some of them, one after another. docs/design/offload.md has the alternatives.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from shardwise.errors import UsageError
 from shardwise.sharded.parameter import Owner, ShardedParameter
 
 Selected = list[list[Tensor]]
-"""By group of an optimizer, some of its parameters."""
+"""Some of an optimizer's parameters, by group."""
 
 _NAMES = "param_names"
 _IS_VIEW = "_shardwise_view"
 _OF_VIEWS = frozenset({_IS_VIEW, "param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"})
-"""Attributes of a view that are not the optimizer's."""
+"""Attributes of a view that differ from the optimizer's."""
 
 
 def is_view(optimizer: Optimizer) -> bool:
-    """Whether it stands for an optimizer in a step of some of its parameters."""
+    """Whether it is a view (`view_of`) of an optimizer, for a step of some of its parameters."""
     return _IS_VIEW in optimizer.__dict__
 
 
 def view_of(
     optimizer: Optimizer, selected: Sequence[Sequence[Tensor]], state: MutableMapping[Any, Any] | None = None
 ) -> Optimizer:
-    """An optimizer of the same class and attributes with some of the parameters and no hooks on its step.
+    """Return an optimizer of the same class and attributes with some of the parameters and no hooks on its step.
 
     Args:
-        selected: by group, its parameters; groups keep their place.
-        state: in the place of the optimizer's own.
+        selected: the view's parameters, by group; groups keep their position.
+        state: the view's state; default: the optimizer's own.
     """
     view: Optimizer = object.__new__(type(optimizer))
     view.__dict__.update(
@@ -61,7 +61,7 @@ def _narrowed(group: dict[str, Any], some: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def hollow(optimizer: Optimizer) -> Optimizer:
-    """A view without parameters, whose step does nothing."""
+    """Return a view without parameters, whose step does nothing."""
     return view_of(optimizer, [()] * len(optimizer.param_groups))
 
 
@@ -70,7 +70,7 @@ def step_some(
 ) -> None:
     """Take the optimizer's step for some of its parameters. No communication; no hooks on the step run.
 
-    Raises UsageError, after the step, for an optimizer that keeps what it counts anywhere but by parameter.
+    Raises UsageError, after the step, for an optimizer that keeps counters or other state anywhere but by parameter.
     """
     view = view_of(optimizer, selected, state)
     step = type(optimizer).step
@@ -86,7 +86,7 @@ def step_some(
 
 
 def _kept_elsewhere(optimizer: Optimizer, view: Optimizer) -> Iterator[str]:
-    """What a step of the view has written in the view's own groups and attributes, and beside the parameters' state."""
+    """Yield what a step of the view has written to the view's groups and attributes, or to state of no parameter."""
     for number, (own, narrowed) in enumerate(zip(optimizer.param_groups, view.param_groups, strict=True)):
         for option in narrowed:
             if option not in {"params", _NAMES} and narrowed[option] is not own.get(option):
@@ -102,7 +102,8 @@ def _kept_elsewhere(optimizer: Optimizer, view: Optimizer) -> Iterator[str]:
 
 
 def by_owner(optimizer: Optimizer) -> Mapping[Owner | None, Selected]:
-    """Its parameters by the unit that they belong to (None: plain ones), and by group; in the optimizer's order."""
+    """Return the optimizer's parameters by the unit that they belong to (None: plain ones) and by group, in the
+    optimizer's order."""
     found: dict[Owner | None, Selected] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

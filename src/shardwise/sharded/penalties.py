@@ -1,10 +1,10 @@
 """Gradients of losses that read parameters outside their units' forwards: a norm or a sum of squares as a penalty.
 
 Such a loss is `c * S(p)`, S a whole-tensor reduction, equal on all ranks, and c whatever each rank's loss makes of
-it. The gradient wanted is the mean over ranks, `mean(c) * dS/dp`, and of dS/dp every rank can form its own piece. So
-where autograd hands a number down into the pieces its mean over the shard group takes its place: one small
-collective for each parameter and penalty, in the order of the graph, which must be the same on all ranks. The mean
-over replicas is taken of pieces."""
+it. The gradient wanted is the mean over ranks, `mean(c) * dS/dp`, and every rank can compute its own piece of dS/dp. So
+where autograd passes a number on to the pieces, its mean over the shard group replaces it: one small collective for
+each parameter and penalty, in the order of the graph, which must be the same on all ranks. The mean over replicas is
+taken of the pieces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _in_hooks: list[None] = []
 
 @contextmanager
 def hooks_run() -> Iterator[None]:
-    """Backward is over and users' hooks run, with gradients that are the mean already: their numbers are their own."""
+    """Inside, backward is over and users' hooks run on gradients that are means already: nothing is averaged again."""
     _in_hooks.append(None)
     try:
         yield
@@ -32,13 +32,14 @@ def hooks_run() -> Iterator[None]:
 
 
 def are_in_backward() -> bool:
-    """Whether this is a formula of autograd's: a backward is under way and records nothing."""
+    """Whether a backward formula of autograd is running: a backward is under way that records nothing, and no hooks run
+    (`hooks_run`)."""
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not _in_hooks
 
 
 def meeting(grad: Tensor, placement: Placement) -> Tensor:
-    """What a plain gradient, a number or a tensor of the whole shape, is to the pieces placed so: the mean over the
-    shard group, of one element or as the piece. Every rank must call this."""
+    """Return what replaces a plain gradient, a number or a tensor of the whole shape, that meets pieces placed so: its
+    mean over the shard group, as one element or as this rank's piece. Every rank must call this."""
     group, fragment = placement.shard_group, placement.fragment
     if is_one_number(grad):
         mean = _mean(grad.as_strided((), ()), group)
@@ -48,7 +49,7 @@ def meeting(grad: Tensor, placement: Placement) -> Tensor:
 
 
 def is_one_number(grad: Tensor) -> bool:
-    """Whether it is a number, perhaps seen as a tensor."""
+    """Whether it is a single number, perhaps expanded to a larger shape."""
     return grad.numel() == 1 or (grad.numel() > 1 and not any(grad.stride()))
 
 

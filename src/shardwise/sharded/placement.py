@@ -16,7 +16,7 @@ from shardwise.layout.fragment import Fragment
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Shared by a parameter, its gradient and its optimizer state: all are cut alike."""
+    """The place of a parameter, its gradient and its optimizer state, which are all cut alike and share this object."""
 
     layout: FlatLayout
     index: int
@@ -24,7 +24,7 @@ class Placement:
     shard_group: Collectives
     """The ranks that hold the slices."""
     replicas: Collectives | None = None
-    """The ranks that hold the same slice of other copies; None until that is known."""
+    """The ranks that hold the same slice of other copies; None until they are known."""
 
     @property
     def fqn(self) -> str:
@@ -33,7 +33,7 @@ class Placement:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Global."""
+        """The global shape."""
         return self.layout.entries[self.index].shape
 
     @cached_property
@@ -43,7 +43,7 @@ class Placement:
 
     @cached_property
     def as_real(self) -> Placement:
-        """Of the same complex elements as pairs of real ones."""
+        """The placement of the same complex elements, seen as pairs of real ones."""
         entry = self.layout.entries[self.index]
         pairs = replace(entry, shape=(*entry.shape, 2), start=2 * entry.start, numel=2 * entry.numel)
         layout = replace(self.layout, entries=(pairs,), numel=2 * self.layout.numel)
@@ -51,7 +51,7 @@ class Placement:
 
     @cached_property
     def as_complex(self) -> Placement:
-        """Of the same pairs of real elements as complex ones. Slices are of whole pairs."""
+        """The placement of the same pairs of real elements, seen as complex ones. Slices hold whole pairs."""
         entry = self.layout.entries[self.index]
         whole = replace(entry, shape=entry.shape[:-1], start=entry.start // 2, numel=entry.numel // 2)
         layout = replace(self.layout, entries=(whole,), numel=self.layout.numel // 2)
@@ -59,8 +59,8 @@ class Placement:
 
 
 def same_cut(a: Placement, b: Placement) -> bool:
-    """Whether two tensors of one shape have the same elements on every rank. All ranks answer alike, so that an error
-    is everybody's."""
+    """Whether two tensors have the same shape, and the same elements on every rank. All ranks get the same answer, so
+    that all of them raise or none."""
     if a is b:
         return True
     if a.shape != b.shape or a.layout.world_size != b.layout.world_size:
@@ -70,14 +70,15 @@ def same_cut(a: Placement, b: Placement) -> bool:
 
 
 def cuts_at(placement: Placement, numel: int) -> bool:
-    """Whether every rank's piece of a tensor begins at a multiple of so many elements. All ranks answer alike."""
+    """Whether every rank's piece of a tensor begins at a multiple of `numel` elements. The same on every rank."""
     layout = placement.layout
     start = layout.entries[placement.index].start
     return layout.world_size == 1 or (start % numel == 0 and layout.shard_numel % numel == 0)
 
 
 def of_blocks(placement: Placement, numel: int) -> Placement:
-    """Of a tensor with one element for each block of so many of another (`cuts_at`), on the ranks that have those."""
+    """Return the placement of a tensor with one element for each block of `numel` elements of another tensor, for which
+    `cuts_at` holds. Each element is on the rank that has the block."""
     layout = placement.layout
     entry = layout.entries[placement.index]
     count, start = -(-entry.numel // numel), entry.start // numel
@@ -100,7 +101,7 @@ class FlatPieces:
     """By rank; many may be empty."""
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """False: not along a dim."""
+        """False: the tensor is not cut along a dim."""
         return False
 
     def is_replicate(self) -> bool:
@@ -113,19 +114,20 @@ class FlatPieces:
 
 
 def flat_pieces(placement: Placement) -> FlatPieces:
-    """The cut of a tensor. No communication."""
+    """Return how a tensor is cut. No communication."""
     ranks = range(placement.shard_group.world_size)
     fragments = [placement.layout.fragment(placement.index, rank) for rank in ranks]
     return FlatPieces(tuple((fragment.start, fragment.stop) for fragment in fragments))
 
 
 def device_mesh(placement: Placement) -> DeviceMesh:
-    """The ranks of its shard group. No communication. Raises UsageError where there is no process group."""
+    """Return a mesh of the shard group's ranks. No communication. Raises UsageError if there is no process group."""
     return mesh_of(placement.shard_group, placement.fqn)
 
 
 def mesh_of(ranks: Collectives, fqn: str) -> DeviceMesh:
-    """Of these ranks, for that parameter. No communication. Raises UsageError where there is no process group."""
+    """Return a mesh of these ranks. No communication. Raises UsageError, which names `fqn`, if there is no process
+    group."""
     group = ranks.process_group
     if group is None and dist.is_initialized() and dist.get_world_size() == 1:
         group = dist.group.WORLD

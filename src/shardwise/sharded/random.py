@@ -1,8 +1,9 @@
-"""Random numbers into sharded parameters: each rank keeps its piece of those that the unsharded tensor would get.
+"""Random initialisation of sharded parameters: each rank keeps its piece of the numbers that the unsharded tensor would
+get.
 
 So `reset_parameters` and `init_weights` after `sw.shard` give the numbers of an unsharded model, at any number of
-ranks. Rank 0's generator counts: its state goes to the others, which have their own back afterwards.
-Each rank draws the whole tensor, as each would without sharding, and drops it.
+ranks. All ranks draw from rank 0's generator state, which is broadcast; afterwards the others get their own state back.
+Each rank draws the whole tensor, as each would without sharding, and keeps only its piece.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shardwise.sharded.parameter import Handler, ShardedParameter, register_oper
 
 @register_operations
 def handler(func: OpOverload) -> Handler | None:
-    """What runs `func`, if it fills a tensor with random numbers in place."""
+    """Return the handler of `func`, or None unless it fills a tensor with random numbers in place."""
     first = func._schema.arguments[0]
     fills = first.name == "self" and first.alias_info is not None and first.alias_info.is_write
     return _fill if fills and torch.Tag.nondeterministic_seeded in func.tags else None
@@ -57,7 +58,7 @@ def _fill(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 class _Generator:
-    """The one that a call draws from."""
+    """The generator that a call draws from: the one that it was given, or the device's default."""
 
     def __init__(self, given: torch.Generator | None, device: torch.device) -> None:
         self._given = given
@@ -65,11 +66,11 @@ class _Generator:
 
     @property
     def state(self) -> Tensor:
-        """Bytes, on the CPU."""
+        """The generator's state: bytes, on the CPU."""
         return accelerators.random_state(self._device) if self._given is None else self._given.get_state()
 
     def set(self, state: Tensor) -> None:
-        """Go on from there."""
+        """Set the generator's state."""
         if self._given is None:
             accelerators.set_random_state(self._device, state)
         else:

@@ -1,9 +1,9 @@
 """Reductions of whole sharded tensors to numbers: local partial results, then one collective a call.
 
 The results are plain 0-d tensors, equal on every rank of the shard group; replicas hold equal pieces, so they get
-equal results without being asked. Every rank must make the call, in the same order. Partial results travel in float64
+equal results without communication. Every rank must make the call, in the same order. Partial results travel in float64
 (integers in int64; in float32 on a device that has no float64) and are rounded once, at the end; a group of one rank
-computes what torch would. Nothing here waits for a device but `torch.equal`, which answers with a bool.
+computes what torch would. Nothing here waits for a device but `torch.equal`, which returns a bool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @register_operations
 def handler(func: OpOverload) -> Handler | None:
-    """What reduces by `func`, or None where it is not one of these reductions."""
+    """Return the handler of `func`, or None if it is not one of these reductions."""
     if func._schema.name == "aten::equal":
         return _equal
     names = {argument.name for argument in func._schema.arguments}
@@ -43,28 +43,28 @@ def handler(func: OpOverload) -> Handler | None:
 
 
 class Norms(NamedTuple):
-    """Of some tensors of a list."""
+    """The norms of some tensors of a list."""
 
     where: list[int]
-    """Their positions in the list."""
+    """Positions of the tensors in the list."""
     values: Tensor
-    """1-D, in that order."""
+    """Their norms, in the same order: 1-D."""
 
 
 def global_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Norms]:
-    """The norm of order `order` of each whole tensor: plain, equal on all ranks. Every rank must call this.
+    """Return the norm of order `order` of each whole tensor: plain, equal on all ranks. Every rank must call this.
 
     Args:
         tensors: sharded ones, or plain ones of any shape, which are whole.
         order: at least 0; `math.inf` is the largest magnitude.
-        dtype: of the results; None is each tensor's own.
+        dtype: of the results; None: each tensor's own.
 
     Returns:
         One for each kind of tensors, in order of first appearance. Tensors of one kind share dtype, device and shard
         group. A plain tensor counts as one of the first shard group, of which rank 0 holds all.
 
-    One `all_reduce` for each shard group among the placements: one, in a model sharded by one call. How many operations
-    this takes depends on the kinds, not on how many tensors are of each; of slices that rest at home, on those.
+    One `all_reduce` for each shard group among the placements: one, in a model sharded by one call. The number of
+    operations depends on the number of kinds, not of tensors; for tensors with homes also on the number of homes.
     """
     if order < 0:
         raise UsageError(f"norms of negative order ({order}) of sharded tensors are not supported")
@@ -95,15 +95,15 @@ def global_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | N
 
 
 def _exchanging(group: Collectives) -> Collectives | None:
-    """None for a group of one: it has nothing to exchange."""
+    """Return the group, or None if it is of one rank and has nothing to exchange."""
     return group if group.world_size > 1 else None
 
 
 def _local_norms(
     pieces: Sequence[Tensor], where: Sequence[int], held: Sequence[int], order: float, dtype: torch.dtype | None
 ) -> Tensor:
-    """Of the pieces at `where`, which are of one kind: 1-D, 0 for those that are not `held`. Half precision is kept in
-    fp32, to be rounded once, after the sum over ranks."""
+    """Return the norms of the pieces at `where`, which are of one kind: 1-D, 0 for those that are not `held`. For half
+    precision they are fp32, to be rounded once, after the sum over ranks."""
     one = pieces[where[0]]
     kind = one.stored_dtype if isinstance(one, ShardedParameter) else one.dtype
     wide = torch.float32 if (dtype or kind) in _HALF else dtype
@@ -123,7 +123,7 @@ def _combine_norms(group: Collectives, norms: Sequence[Tensor], order: float) ->
     if order == math.inf:
         dtype = functools.reduce(torch.promote_types, [values.dtype for values in norms])
         totals, root = _joined(norms, dtype).abs_(), 1.0
-        # As integers: numbers without a sign keep their order, and NaN, which a maximum need not pass on, comes last.
+        # As integers: numbers without a sign keep their order, and NaN, which a maximum may drop, is the greatest.
         group.all_reduce(totals.view(torch.int64 if dtype.itemsize == 8 else torch.int32), "max").wait()
     else:
         power = order or 1.0
@@ -136,13 +136,13 @@ def _combine_norms(group: Collectives, norms: Sequence[Tensor], order: float) ->
 
 
 def _joined(vectors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """One after another; a single one of that dtype is itself."""
+    """Concatenate the vectors in `dtype`; a single vector of that dtype is returned itself."""
     wide = [vector.to(dtype) for vector in vectors]
     return wide[0] if len(wide) == 1 else torch.cat(wide)
 
 
 def _combine(group: Collectives, partials: Tensor, op: str) -> Tensor:
-    """`partials`, elementwise combined over the group. `max` passes NaN on, which backends do not promise."""
+    """Combine `partials` elementwise over the group. `max` propagates NaN, which backends do not promise."""
     if group.world_size == 1:
         return partials
     if op == "sum" or not partials.is_floating_point():
@@ -163,7 +163,7 @@ def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _whole(reduce: Reduce) -> Handler:
-    """Run `reduce` where the call reduces every dim; some dims of a tensor are not a piece's to reduce."""
+    """Make a handler that runs `reduce` if the call reduces every dim, and raises otherwise: pieces are not enough."""
 
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         given = _by_name(func, args, kwargs)
@@ -181,7 +181,7 @@ def _whole(reduce: Reduce) -> Handler:
 
 
 def _equal(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether all pieces are, of two tensors that are cut alike; else whether the whole ones are."""
+    """Whether two tensors are equal: compares the pieces if both are cut alike, else the whole tensors."""
     one, other = args
     if one.shape != other.shape:
         return False
@@ -209,7 +209,7 @@ def _norm(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
 
 
 def _total(tensor: ShardedParameter, dtype: torch.dtype) -> Tensor:
-    """The sum in the widest float or int64, of local sums in at least `dtype` and fp32."""
+    """Return the sum over ranks, in the widest float or int64. Local sums are in `dtype`, or fp32 if that is half."""
     local = tensor.local.sum(dtype=torch.float32 if dtype in _HALF else dtype)
     wide = accelerators.widest_float(tensor.device) if dtype.is_floating_point else local.dtype
     return _combine(tensor.placement.shard_group, local.to(wide), "sum")
@@ -245,13 +245,13 @@ def _max(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
 
 
 def _min(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
-    """By reversing the order: -x, or ~x, which no integer overflows."""
+    """Find the smallest element as the largest -x, or ~x for integers, which never overflows."""
     reverse = torch.neg if tensor.is_floating_point() else torch.bitwise_not
     return reverse(_largest(tensor, reverse)).to(tensor.local.dtype)
 
 
 def _largest(tensor: ShardedParameter, order: Callable[[Tensor], Tensor]) -> Tensor:
-    """The largest `order(x)` of the whole, in the widest float or int64."""
+    """Return the largest `order(x)` of the whole tensor, in the widest float or int64."""
     if not tensor.numel():
         raise UsageError(f"{tensor.fqn!r} is empty, so it has no largest or smallest element")
     wide = accelerators.widest_float(tensor.device) if tensor.is_floating_point() else torch.int64

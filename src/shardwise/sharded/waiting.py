@@ -1,7 +1,7 @@
-"""What `.grad` holds while a gradient waits to be reduced, which a backward inside `sw.no_sync` left.
+"""The placeholder in `.grad` while a gradient from a backward inside `sw.no_sync` waits to be reduced.
 
 The gradient itself lies in its unit's reduce slot. Users drop it like any other, with `zero_grad()` or `p.grad = None`,
-and the unit notices when it next looks. Nothing else can be done with it: the sum over ranks does not exist yet.
+and the unit notices when it next checks. Nothing else can be done with it: the sum over ranks does not exist yet.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _WAY_OUT = (
 class WaitingGradient(ShardedParameter):
     """A placeholder in the `.grad` of one parameter: its shape, dtype and device, without memory.
 
-    Each parameter has one at most, made when its gradient first waits and used again. `zero_()`, and with it
-    `zero_grad(set_to_none=False)`, takes it out of `.grad` and leaves zeros there, or None where no gradient had been
+    Each parameter has one at most, which is made when its gradient first waits and then reused. `zero_()`, and with it
+    `zero_grad(set_to_none=False)`, takes it out of `.grad` and leaves zeros there, or None if no gradient had been
     reduced before. Every rank must drop the same gradients. Every other operation raises UsageError.
     """
 
@@ -57,7 +57,7 @@ class WaitingGradient(ShardedParameter):
 
     @classmethod
     def hide(cls, parameter: ShardedParameter) -> None:
-        """Give `.grad` back what the placeholder covers, unless the user took the placeholder out of it."""
+        """Put what the placeholder covers back into `.grad`, unless the user took the placeholder out of it."""
         waiting = parameter.waiting
         if isinstance(waiting, cls):
             if parameter.grad is waiting:

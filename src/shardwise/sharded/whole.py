@@ -1,10 +1,10 @@
-"""Full tensors of pieces, for looking at and for saving.
+"""Full tensors of pieces, for inspection and for saving.
 
-One tensor alone is put together of the fragments of the ranks that have some of it. Of a model's parameters, which are
-mostly asked for one after another, a unit's are gathered together: in one collective for each flat buffer, when its
-first parameter is asked for. The others are cut out of it, until the last one was, another is asked for out of turn, or
-the weights were written, or the next forward begins that wants gradients. While units below are asked for, those around
-them stay.
+A single tensor is put together from the fragments of the ranks that have some of it. A model's parameters are mostly
+requested one after another, so those of a unit are gathered together: in one collective for each flat buffer, when its
+first parameter is requested. The others are cut out of the buffer, which is kept until the last one was requested, one
+is requested out of turn, the weights are written, or the next forward in grad mode begins. While parameters of units
+below are requested, the buffers of the units around them are kept.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Pieces(Protocol):
 
     @property
     def local(self) -> Tensor:
-        """This rank's: 1-D."""
+        """This rank's piece: 1-D."""
 
     @property
     def placement(self) -> Placement:
-        """Where it lies in the whole."""
+        """Where the piece lies in the whole."""
 
 
 class OneUnit(Protocol):
-    """Whose parameters are gathered together."""
+    """A unit, whose parameters are gathered together."""
 
     @property
     def version(self) -> int:
@@ -47,26 +47,26 @@ class OneUnit(Protocol):
 
 @dataclass(slots=True)
 class _Gathered:
-    """One flat buffer of a unit's, whole."""
+    """One flat buffer of a unit, whole."""
 
     flat: Tensor
     version: int
-    """Of the unit's weights."""
+    """Version of the unit's weights in it."""
     next: int
-    """The parameter that is to be asked for next."""
+    """Index of the parameter that must be requested next."""
 
 
 _Kept = weakref.WeakKeyDictionary[OneUnit, dict[str, _Gathered]]
 _kept: weakref.WeakKeyDictionary[Collectives, _Kept] = weakref.WeakKeyDictionary()
-"""Those that are not used up, by group of ranks, unit and first parameter: every rank has the same ones."""
+"""Buffers that are not used up, by group of ranks, unit and name of the first parameter; the same on every rank."""
 
 
 def full_tensor(tensor: Pieces, unit: OneUnit | None) -> Tensor:
-    """A new plain tensor of the global shape. Every rank of the shard group must call this.
+    """Return a new plain tensor of the global shape. Every rank of the shard group must call this.
 
     Args:
-        tensor: what is wanted whole.
-        unit: of a model's parameter, whose unit's others are going to be asked for; None for any other tensor.
+        tensor: the pieces.
+        unit: the unit of a model's parameter, whose others will probably be requested too; None for any other tensor.
     """
     placement = tensor.placement
     layout = placement.layout
@@ -80,14 +80,15 @@ def full_tensor(tensor: Pieces, unit: OneUnit | None) -> Tensor:
 
 
 def forget(units: Iterable[OneUnit]) -> None:
-    """Drop what is kept of these units. No communication, but every rank must do so."""
+    """Drop the buffers that are kept of these units. No communication, but every rank must do so."""
     for kept in _kept.values():
         for unit in units if kept else ():
             kept.pop(unit, None)
 
 
 def of_fragments(placement: Placement, local: Tensor) -> Tensor:
-    """A tensor of which each rank has its piece, `local`. Every rank of the shard group must call this."""
+    """Return the whole of a tensor of which each rank has its piece `local`. Every rank of the shard group must call
+    this."""
     group, own = placement.shard_group, placement.fragment
     flat = torch.empty(placement.layout.entries[placement.index].numel, dtype=local.dtype, device=local.device)
     flat[own.start : own.stop].copy_(local)
@@ -99,8 +100,8 @@ def of_fragments(placement: Placement, local: Tensor) -> Tensor:
 
 
 def _of_unit(placement: Placement, tensor: Pieces, unit: OneUnit) -> Tensor | None:
-    """The flat buffer that the parameter lies in, gathered now if it is the first one there and else if it is the next;
-    None if it is neither."""
+    """Return the flat buffer that the parameter lies in: gathered now if it is the first one there, or the kept one if
+    the parameter is the next in turn and the weights have not changed; else None."""
     kept = _kept.setdefault(placement.shard_group, weakref.WeakKeyDictionary())
     first = placement.layout.entries[0].fqn
     gathered = kept.get(unit, {}).pop(first, None)

@@ -1,1 +1,1 @@
-"""What `shard` does, once, before training, and what callers of a sharded module must know."""
+"""The setup that `shard` does once, before training, and adaptations for code that uses a sharded module."""

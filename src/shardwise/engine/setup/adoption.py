@@ -1,4 +1,4 @@
-"""`shard` on an ancestor of sharded modules: their units go on in the new engine, with the settings that they have."""
+"""`shard` on an ancestor of sharded modules: the new engine adopts their units, which keep their settings."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def settle(
     resharding: bool | int | None,
     align: int | None,
 ) -> tuple[Precision, bool | int, int]:
-    """Precision, resharding and alignment of the units that a call is to make: what it leaves open is as the units
-    below have it, by the module that was sharded. Raises UsageError where those have another strategy or mesh, where
-    they leave open what the call leaves open, and for groups of two sizes to re-shard to."""
+    """Return the precision, resharding and alignment of the units that a call makes: what the call leaves out is taken
+    from the engines below, given by the fqn of the module that was sharded. Raises UsageError if those have another
+    strategy or mesh, if they differ in what the call leaves out, or if units would reshard to groups of two sizes."""
     spans = None if mesh is None or not below else spans_of(strategy, mesh)
     for fqn, engine in below.items():
         _check_same("strategy", strategy.value, engine.strategy.value, fqn)
@@ -40,7 +40,7 @@ def settle(
         _check_same("mesh", spans, engine.mesh.spans, fqn)
     if precision is None:
         theirs = _theirs("precision", {fqn: engine.precision for fqn, engine in below.items()}, _of_units)
-        precision = None if theirs is None else replace(theirs, keep=())  # those are names of modules below
+        precision = None if theirs is None else replace(theirs, keep=())  # its patterns are for modules below
     if resharding is None:
         resharding = _theirs("reshard_after_forward", {fqn: engine.resharding for fqn, engine in below.items()})
     resharding = not strategy.keeps_params if resharding is None else resharding
@@ -62,7 +62,8 @@ def _check_same(name: str, asked: object, theirs: object, fqn: str) -> None:
 
 
 def _theirs(name: str, values: Mapping[str, T], compared: Callable[[T], object] = lambda value: value) -> T | None:
-    """What all modules below were sharded with, the first one's; None if there are none."""
+    """Return the value that all modules below were sharded with; None if there are none. Raises UsageError if they
+    differ."""
     first = next(iter(values), None)
     if first is None:
         return None
@@ -76,13 +77,13 @@ def _theirs(name: str, values: Mapping[str, T], compared: Callable[[T], object] 
 
 
 def _of_units(precision: Precision) -> Precision:
-    """Without the settings that concern only the module given to `shard`."""
+    """Return the precision without the settings that concern only the module given to `shard`."""
     return Precision(param=precision.param, reduce=precision.reduce, master=precision.master, frozen=precision.frozen)
 
 
 def common_mesh(below: Iterable[Engine], resharding: bool | int) -> Mesh | None:
-    """The mesh of one of the engines below, with the smaller group to re-shard to if any unit wants that; None if no
-    engine has what is wanted."""
+    """Return the mesh of an engine below, if possible one with a smaller group to reshard to. None if there is no
+    engine, or if `resharding` asks for such a group and no engine has one."""
     meshes = [engine.mesh for engine in below]
     found = next((mesh for mesh in meshes if mesh.secondary_size is not None), None)
     wants_more = not isinstance(resharding, bool) and found is None
@@ -96,7 +97,7 @@ def check_mesh(below: Mapping[str, Engine], mesh: Mesh) -> None:
 
 
 def units_of(model: nn.Module, below: Mapping[str, Engine]) -> list[Unit]:
-    """Those that are to be adopted. Raises UsageError for one of several modules of which the model has only some."""
+    """Return the units to be adopted. Raises UsageError if the model has only some of the modules of one unit."""
     units = [unit for engine in dict.fromkeys(below.values()) for unit in engine.units]
     here = set(model.modules())
     for unit in units:
@@ -111,9 +112,9 @@ def units_of(model: nn.Module, below: Mapping[str, Engine]) -> list[Unit]:
 
 
 def clear_up(engines: Iterable[Engine]) -> None:
-    """Have modules hold their sharded parameters, whatever was interrupted.
+    """Let modules hold their sharded parameters, whatever was interrupted.
 
-    Raises UsageError inside `sw.unsharded`, and where gradients wait in slots that go.
+    Raises UsageError inside `sw.unsharded`, and if gradients wait in slots that will be freed.
     """
     engines = list(engines)
     if any(engine.is_suspended for engine in engines):
@@ -129,14 +130,14 @@ def clear_up(engines: Iterable[Engine]) -> None:
 
 
 def take_over(module: nn.Module) -> None:
-    """Have the module's engine give up its units to the one that is being made."""
+    """Make the module's engine give its units up to the engine that is being built."""
     engine = take_engine(module)
     refuse_to_copy(module)
     engine.hand_over()
 
 
 def in_module_order(model: nn.Module, own: Sequence[Unit], adopted: Sequence[Unit], mesh: Mesh) -> list[Unit]:
-    """All units, outermost first, each knowing those around it and its name from `model`."""
+    """Return all units, outermost first, after giving each the units around it and, if adopted, its name in `model`."""
     by_module: dict[int, list[Unit]] = {}
     for unit in (*own, *(unit for unit in adopted if unit.is_needed)):
         for module in unit.modules:

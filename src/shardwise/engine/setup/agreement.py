@@ -50,8 +50,8 @@ def agree_on_layout(
 
 
 def agree_on_init(on_device: bool, mesh: Mesh) -> None:
-    """Raise DifferentModelsError on every rank if ranks would draw initial numbers in different ways, or on devices
-    that draw different ones from one seed. Every rank must call this.
+    """Raise DifferentModelsError on every rank if ranks would draw initial numbers in different ways, or on kinds of
+    devices that draw different numbers from the same seed. Every rank must call this.
 
     `on_device`: this rank is inside `init_on_device`.
     """
@@ -69,7 +69,7 @@ def agree_on_init(on_device: bool, mesh: Mesh) -> None:
 
 
 def agree_on_values(named: Sequence[tuple[str, Tensor]], mesh: Mesh) -> list[str]:
-    """Broadcast rank 0's numbers for every tensor in which some rank differs, and warn; returns their names.
+    """Broadcast rank 0's numbers of every tensor in which some rank differs, and warn. Returns the tensors' names.
 
     `named`: full (unsharded) tensors, local copies that should be equal on every rank; changed in place. Every rank
     must call this with equal names and shapes.
@@ -92,7 +92,7 @@ def agree_on_values(named: Sequence[tuple[str, Tensor]], mesh: Mesh) -> list[str
 
 
 def anywhere(flags: Sequence[bool], mesh: Mesh) -> list[bool]:
-    """Which of these are true on some rank. Every rank must call this with as many."""
+    """Return for each flag whether it is true on some rank. Every rank must call this with as many flags."""
     mine = torch.tensor(flags, dtype=torch.int64, device=mesh.device)
     return [bool(flag) for flag in _extremes(mine, mesh)[1].tolist()]
 
@@ -115,7 +115,7 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _broadcast(tensor: Tensor, mesh: Mesh) -> None:
-    """From rank 0 along both axes; the result is written into `tensor`, wherever that is."""
+    """Broadcast from rank 0 along both axes, and write the result into `tensor`, whichever device that is on."""
     moving = tensor.detach().to(mesh.device).resolve_conj().resolve_neg().contiguous()
     mesh.replicate.broadcast(moving, 0)
     mesh.shard.broadcast(moving, 0)

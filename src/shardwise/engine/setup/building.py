@@ -1,4 +1,4 @@
-"""The units of a model that is being sharded: their groups, their shards, and equal numbers on every rank."""
+"""Builds the units of a model that is being sharded: their groups, their shards, and equal numbers on every rank."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def build_units(
     engine: Engine,
     stores: Stores,
 ) -> list[Unit]:
-    """A unit for each plan, the model's own first, sharded as the engine is set, after all ranks have agreed on the
-    model and on that. Every rank must call this. `stores`: of what rests elsewhere.
+    """Build and shard a unit for each plan, the model's own first, with the engine's settings, after all ranks have
+    agreed on the model and those settings. Every rank must call this. `stores`: for what rests on a medium.
 
     Raises:
         DifferentModelsError: on every rank, if ranks built different models or were given different settings.
@@ -50,7 +50,7 @@ def build_units(
     outer = UnitSettings(resharding, precision.param if precision.cast_inputs else None, precision.output)
     given = {fqn: parameter for plan in plans for fqn, parameter, _ in plan.parameters}
     if extended := [f"{fqn}|{tuple(p.shape)}" for fqn, p in given.items() if hasattr(p, EXTENDED)]:
-        agree_on_layout([], [], extended, mesh)  # before their classes ask all ranks for something
+        agree_on_layout([], [], extended, mesh)  # before their classes communicate
         if any(p.is_meta for p in given.values() if hasattr(p, EXTENDED)) and (draws_on_device() or not is_put_off()):
             raise LayoutError(
                 f"{extended[0].split('|')[0]!r} says itself how it travels and is on the meta device, where its "
@@ -77,13 +77,14 @@ def build_units(
     if stores.shards is not None:
         stores.shards.finish()
     for group in (group for unit, _ in units for group in unit.groups):
-        for sharded in group.sharded:  # those who hold the original, such as optimizers, find the sharded one by it
+        for sharded in group.sharded:  # holders of the original, such as optimizers, find the sharded one here
             setattr(given[sharded.fqn], SHARDED_FACE, sharded)
     return [unit for unit, _ in units]
 
 
 def _take_room(stores: Stores, groups: Sequence[Group], mesh: Mesh) -> None:
-    """For slices that rest elsewhere, on all ranks or none. Gradients of what trains later take theirs then."""
+    """Take room on the medium for slices that rest there, on all ranks or none. Gradients of parameters that become
+    trainable later take theirs then."""
     if not stores.of_slices:
         return
     for group in groups:
@@ -114,7 +115,7 @@ def _materialize(
 
 
 def _put_off(units: Sequence[tuple[Unit, UnitPlan]], mesh: Mesh) -> None:
-    """Shards without numbers of what is on the meta device."""
+    """Shard the units. Parameters on the meta device get shards without numbers."""
     for unit, plan in units:
         real = {fqn: parameter for fqn, parameter, _ in plan.parameters if not parameter.is_meta}
         agree_on_values(list(real.items()), mesh)
@@ -128,14 +129,14 @@ def _put_off(units: Sequence[tuple[Unit, UnitPlan]], mesh: Mesh) -> None:
 
 
 class _SameRandomState:
-    """Rank 0's random state on every rank; afterwards other ranks have their own back."""
+    """Inside, every rank has rank 0's random state; afterwards ranks whose state was another get it back."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
 
     def __enter__(self) -> None:
         self._shared = self._mesh.is_dry
-        if self._shared:  # alone; and a random state is a real tensor, whatever mode makes the others fake
+        if self._shared:  # no other ranks; and a random state is a real tensor even in a fake tensor mode
             return
         self._before = torch.get_rng_state()
         state = self._before.to(self._mesh.device)
@@ -150,9 +151,10 @@ class _SameRandomState:
 
 
 def _groups(plan: UnitPlan, engine: Engine, few: Collection[int], stores: Stores) -> list[Group]:
-    """Parameters by (stored dtype, trainable, in few bits, computed as kept), each in the order of the module tree.
+    """Group parameters by (stored dtype, trainable, in few bits, computed in the master dtype). Each group is in the
+    order of the module tree.
 
-    `few`: ids of those that are kept in few bits while they are frozen. `stores`: of what rests elsewhere.
+    `few`: ids of parameters that are kept in few bits if they are frozen. `stores`: for what rests on a medium.
     """
     precision, group = engine.precision, engine.mesh.shard
     kinds: dict[tuple[torch.dtype, bool, bool, bool], list[tuple[str, nn.Parameter, tuple[Site, ...]]]] = {}
@@ -175,7 +177,7 @@ def _groups(plan: UnitPlan, engine: Engine, few: Collection[int], stores: Stores
 
 
 def _extended(item: tuple[str, nn.Parameter, tuple[Site, ...]], engine: Engine, stores: Stores) -> Group:
-    """Of a parameter whose class says how it travels."""
+    """Make the group of a parameter whose class says how it travels."""
     fqn, parameter, _ = item
     if engine.mesh.secondary is not None:
         raise LayoutError(
@@ -189,8 +191,8 @@ def _extended(item: tuple[str, nn.Parameter, tuple[Site, ...]], engine: Engine, 
 
 
 def _policy(precision: Precision) -> MixedPrecisionPolicy:
-    """What FSDP2 calls it."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy  # half a second, which plain parameters need not wait for
+    """Return the precision as FSDP2's policy."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # half a second, which plain parameters need not spend
 
     def named(name: str | None) -> torch.dtype | None:
         return None if name is None else getattr(torch, name)
@@ -215,9 +217,10 @@ def _dtypes(stored: torch.dtype, trainable: bool, precision: Precision, in_few: 
 @torch.no_grad()
 @torch.inference_mode(False)
 def prepare_buffers(model: nn.Module, mesh: Mesh, precision: Precision, settled: Collection[nn.Module]) -> None:
-    """Move buffers to the device, cast them if asked, and have rank 0's everywhere. Every rank must call this.
+    """Move buffers to the device, cast them if asked, and broadcast rank 0's where ranks differ. Every rank must call
+    this.
 
-    `settled`: modules that were sharded before, with what is below them, whose buffers have the dtype that they should.
+    `settled`: modules that were sharded before and all modules below them; their buffers have the right dtype already.
     """
     dtype = None if precision.buffers is None else getattr(torch, precision.buffers)
     moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer in two places stays one

@@ -1,9 +1,9 @@
 """`copy.deepcopy` of a sharded model: a second one with units, shards and an engine of its own over the same ranks.
 
-Averages of weights are kept so (`torch.optim.swa_utils.AveragedModel`). The module tree is copied by Python as ever,
-with an empty stand-in for each parameter and without the engine's hooks; units are then built from the stand-ins as
-`shard` builds them, and given the pieces. As torch's deepcopy of parameters does, it leaves out their gradients, hooks
-and attributes.
+Averages of weights are made this way (`torch.optim.swa_utils.AveragedModel`). Python copies the module tree as usual,
+with a stand-in without memory for each parameter and without the engine's hooks; units are then built from the
+stand-ins as `shard` builds them, and the pieces copied. Like torch's deepcopy of parameters, it leaves out their
+gradients, hooks and attributes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Adopt = Callable[[nn.Module, Engine], None]
 
 
 def copy_deeply(module: nn.Module, engine: Engine, adopt: Adopt) -> None:
-    """Have `copy.deepcopy(module)`, which `engine` serves, give another sharded model. No communication.
+    """Make `copy.deepcopy(module)`, whose engine is `engine`, return another sharded model. No communication.
 
     `adopt`: called with every copy and its engine.
     """
@@ -49,7 +49,8 @@ def refuse_to_copy(module: nn.Module) -> None:
 
 
 class _Nobody:
-    """Stands for the original's engine in the hooks of a copied module, by which they are found and removed."""
+    """Stands for the original's engine and units in the hooks of a copied module, so that these hooks are found and
+    removed."""
 
 
 def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, Any]) -> nn.Module:
@@ -85,13 +86,13 @@ def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, A
 
 
 def _stand_in(group: Group, shape: torch.Size, requires_grad: bool) -> nn.Parameter:
-    """One zero, seen as a parameter of the full shape."""
+    """Return a parameter of the full shape that is one zero, expanded."""
     zero = torch.zeros((), dtype=group.dtypes.master, device=group.device)
     return nn.Parameter(zero.expand(shape), requires_grad=requires_grad)
 
 
 def _remove_hooks(module: nn.Module, nobody: _Nobody) -> None:
-    """Of the engine's hooks nothing may be left in a copied module, in whichever of its tables of hooks."""
+    """Remove the engine's hooks from every table of hooks of a copied module."""
     tables = [value for name, value in module.__dict__.items() if "_hooks" in name and isinstance(value, dict)]
     gone = {key for table in tables for key, hook in table.items() if getattr(hook, "__self__", None) is nobody}
     for table in tables if gone else ():
@@ -117,7 +118,7 @@ def _copied_units(engine: Engine, memo: Mapping[int, Any]) -> list[Unit]:
             for group, original in zip(groups, unit.groups, strict=True):
                 copy_numbers(group, original)
                 for ours, theirs in zip(group.sharded, original.sharded, strict=True):
-                    ours.placement = theirs.placement  # one object: operations on both see at once that cuts are alike
+                    ours.placement = theirs.placement  # one object: `same_cut` of both is then quick
     return list(copies.values())
 
 

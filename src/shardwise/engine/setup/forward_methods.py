@@ -1,5 +1,5 @@
-"""Methods that compute with a module's parameters, besides `forward`: those that a user names, and `generate` of
-transformers' models and PEFT's."""
+"""Methods besides `forward` that compute with a module's parameters: those that a user names, and `generate` of
+transformers and PEFT models."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _REGISTERED = "_shardwise_forward_method"
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Have calls of `module.NAME(...)` gather parameters as calls of `module(...)` do. No communication.
+    """Make calls of `module.NAME(...)` gather parameters as calls of `module(...)` do. No communication.
 
-    Such calls are forwards to everything here: ranks make the same ones, inputs and outputs are cast, gradients are
-    reduced. Hooks that users put on the module's forward do not run. Inside a forward of the module the method is what
-    it was. Once is enough; more do nothing.
+    Such calls count as forwards: every rank must make the same ones, inputs and outputs are cast, gradients are
+    reduced. Hooks that users put on the module's forward do not run. Inside a forward of the module's unit the method
+    does what it did before. To register a method again does nothing.
 
     Args:
         module: a sharded model or a module inside one. If it is no unit, the unit around it is gathered.
-        name: of a method, such as "encode" or "generate".
+        name: name of a method, such as "encode" or "generate".
 
     Raises:
         UsageError: the module is not sharded, or has no such method besides `forward`.
@@ -38,15 +38,15 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     if name in {"forward", "__call__"} or not callable(method) or isinstance(method, nn.Module):
         raise UsageError(f"sw.register_forward_method: {type(module).__name__} has no method {name!r} besides forward")
     if not hasattr(method, _REGISTERED):
-        # Bound, so that copy.deepcopy of the module binds the copy's to the copy.
+        # A bound method, so that copy.deepcopy of the module binds it to the copy.
         setattr(module, name, MethodType(_as_forward(getattr(method, "__func__", None), name), module))
 
 
 def register_generate(model: nn.Module) -> None:
-    """Have `generate` of every model of transformers' or PEFT's in a sharded one gather parameters. It computes outside
-    any forward: an encoder is called alone, inputs are embedded, prompts of adapters are read.
+    """Make `generate` of every transformers or PEFT model within `model` gather parameters. It computes outside any
+    forward: it calls an encoder alone, embeds inputs, reads prompts of adapters.
 
-    As it has no gradients it is a forward without any, which the others of a step need not wait for.
+    It runs under `no_grad`, and so counts as a forward without gradients, which is no part of a training step.
     """
     for module in model.modules():
         method = getattr(module, "generate", None) if _is_generating(module) else None
@@ -55,7 +55,7 @@ def register_generate(model: nn.Module) -> None:
 
 
 def _is_generating(module: nn.Module) -> bool:
-    """Whoever has such a model has imported what it is of."""
+    """Whether the module is such a model. Imports nothing: whoever has such a model has imported its library."""
     kinds = (("transformers.generation.utils", "GenerationMixin"), ("peft", "PeftModel"))
     kind = tuple(getattr(sys.modules[name], kind) for name, kind in kinds if name in sys.modules)
     return isinstance(module, kind) and callable(getattr(type(module), "generate", None))
@@ -83,7 +83,7 @@ def _as_forward(function: Any, name: str) -> Any:
 
 
 def _unit_around(module: nn.Module) -> tuple[Engine, Unit]:
-    """The innermost unit that the module is, or is a part of."""
+    """Return the module's engine, and the innermost unit that is the module or contains it."""
     engine = engines_of(module)[0]
     around = [unit for unit in engine.units if any(below is module for own in unit.modules for below in own.modules())]
     return engine, max(around, key=lambda unit: len(unit.ancestors), default=engine.root)

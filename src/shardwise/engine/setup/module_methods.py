@@ -1,5 +1,5 @@
-"""What callers of a sharded module have to know: torch's `state_dict`, `load_state_dict` and conversions, which would
-get it wrong, and transformers' `generate`."""
+"""Hooks and replacements on sharded modules for code that does not know of sharding: torch's `state_dict`,
+`load_state_dict` and conversions, and transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 def watch_state_dicts(model: nn.Module) -> None:
-    """Hook the model and every module in it that holds a sharded parameter, once.
+    """Hook `state_dict` and `load_state_dict` of the model and of every module in it that holds a sharded parameter,
+    once.
 
-    What a backward that raised left gathered is given up before anything is read or written: modules would hold the
-    copies that they computed with. `assign=True` is as without it for modules that hold
-    shards: pieces are written, and cast, where they lie.
+    The hooks first clear up after a backward that raised: modules might still hold the gathered copies that they
+    computed with. `assign=True` makes no difference for modules that hold shards: pieces are cast and written in place.
     """
     for module in model.modules():
         holds = any(isinstance(parameter, ShardedParameter) for parameter in module._parameters.values())
@@ -36,11 +36,11 @@ def watch_state_dicts(model: nn.Module) -> None:
 
 
 def tell_transformers(model: nn.Module, engine: Engine) -> None:
-    """Have `generate` gather, and mark the modules whose forwards do, as FSDP marks its own.
+    """Make `generate` gather parameters, and mark the modules whose forwards gather, as FSDP marks its own.
 
-    transformers asks for the first mark where ranks might call their modules a different number of times: `generate`
-    then goes on until every rank has ended, and layers that LayerDrop skips are called all the same. torch.compile
-    reads both: it takes such modules' parameters as inputs of a graph instead of constants of it.
+    transformers checks the first mark where ranks might call their modules different numbers of times: `generate`
+    then continues until every rank is done, and layers that LayerDrop skips are called all the same. torch.compile
+    reads both marks: it takes such modules' parameters as inputs of a graph instead of constants of it.
     """
     register_generate(model)
     of_transformers = any(getattr(module, "_no_split_modules", None) is not None for module in model.modules())
@@ -60,7 +60,8 @@ def give_up_interrupted(engine: Engine) -> bool:
 
 
 def _is_between_steps(module: nn.Module) -> bool:
-    """Of the model that a module's parameters belong to, as far as they show it."""
+    """Call `give_up_interrupted` for the model that the module's own parameters belong to. Returns whether that is
+    between steps; True if none of the parameters is sharded."""
     for parameter in module._parameters.values():
         if parameter is None:
             continue
@@ -94,8 +95,8 @@ def _before_loading(
 
 
 def refuse_conversions(module: nn.Module) -> None:
-    """Have `.to()`, `.half()` and the like raise where they would move or cast sharded parameters of the module or
-    below, and `.to_empty()` give memory to what was left on the meta device."""
+    """Make `.to()`, `.half()` and the like raise if they would move or cast sharded parameters of the module or below,
+    and make `.to_empty()` give memory to what was left on the meta device."""
 
     def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         faces = [p for p in module.parameters() if isinstance(p, ShardedParameter)]

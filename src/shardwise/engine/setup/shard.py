@@ -59,8 +59,8 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
 
     Args:
         model: on any device, the meta device included. Changed in place; fully qualified names stay. Or a sequence of
-            modules, none inside another, which become one unit: gathered at the first one's call, where they are called
-            one after another until the last one's. A call on a module around them is to follow.
+            modules, none inside another, which become one unit. If they are called one after another, the unit stays
+            gathered from the first one's call to the last one's. Call `shard` on a module around them after that.
         strategy: a `Strategy` or its lower-case name.
         mesh: data axes only: 1 axis = shard, 2 axes = (replicate, shard). Default: all ranks; for hybrid strategies
             one shard group per host.
@@ -68,15 +68,15 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
             a ModuleList or Sequential; large embeddings and heads alone); module classes; an int = the least numel of
             a unit; a callable (fqn, module) -> bool. The rest belongs to the root. None for several modules.
         precision: dtypes of compute, reduction and masters. Default: everything as stored.
-        reshard_after_forward: None = the strategy's; True or False; an int = re-shard to groups of so many ranks.
+        reshard_after_forward: None = as the strategy does; True or False; an int = reshard to groups of so many ranks.
         slots: arena slots for gathered units per size class: how many units are gathered at once, at most.
         ignored: parameters left alone: neither moved, sharded nor reduced.
-        offload: where shards of these units, their reduced gradients and their optimizer's state are between uses. From
-            host or disk they come through rings of buffers, unit by unit: shards ahead of their unit's forward and
-            backward, and all of them in `optimizer.step()` of any elementwise optimizer.
+        offload: where shards of these units, their reduced gradients and their optimizer state rest between uses. They
+            are loaded from host memory or disk through rings of buffers, unit by unit: shards before their unit's
+            forward and backward, and all three in `optimizer.step()` of any elementwise optimizer.
         align: elements. Every rank's piece of a parameter begins at a multiple of it, so that blocks of so many are
-            never cut: `sw.optim.AdamW8bit.BLOCK_NUMEL` for that optimizer. Costs padding: of each parameter and each
-            slice less than `align` elements.
+            never cut: `sw.optim.AdamW8bit.BLOCK_NUMEL` for that optimizer. Costs less than `align` elements of padding
+            for each parameter and each slice.
 
     Returns:
         The same module, or sequence. Its parameters are now `ShardedParameter`s; build the optimizer from them.
@@ -89,14 +89,16 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
             to a parameter sharded before, two tensors over the same memory, a tensor subclass, TorchScript, a container
             that nobody calls.
         DifferentModelsError: ranks built different models.
+        UsageError: the module is sharded already, or modules below it were sharded with settings that do not fit.
 
-    A module without parameters is left alone, where modules are sharded one by one.
+    A module without parameters is returned unchanged, for scripts that shard modules one by one.
 
     Ranks whose initial parameters or buffers differ get rank 0's, with a warning. A second call on an ancestor adopts
     the units below it, which keep their precision and resharding: the inputs and outputs of the module that was given
-    to the first call go on being cast. What the second call leaves out it has from them, unless they differ. Strategy
-    and mesh are one for all. `slots` are the last call's. A call with a list of modules that are sharded already makes
-    one model of them: blocks without a root, which then share slots and one recorded order.
+    to the first call are still cast. Arguments that the second call leaves out are taken from those units, which must
+    not differ in them. Strategy and mesh must be the same for all. `slots` are those of the last call. A call with a
+    list of modules that are sharded already makes one model of them: blocks without a root, which then share slots and
+    one recorded order.
     Source: ZeRO (arXiv:1910.02054), PyTorch FSDP (arXiv:2304.11277).
     """
     install()
@@ -132,7 +134,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     own = build_units(tree, plans, engine, stores)
     prepare_buffers(tree, groups, precision, settled)
     plain = [parameter for parameter in tree.parameters() if not isinstance(parameter, ShardedParameter)]
-    late = LateParameters(tree, [*ignored, *plain])  # of those on the meta device others stand there now
+    late = LateParameters(tree, [*ignored, *plain])  # ignored ones on the meta device have been replaced
     engine.install(in_module_order(tree, own, old, groups), late)
     for module in [model] if isinstance(model, nn.Module) else model:
         _put_in_charge(module, engine)
@@ -141,7 +143,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
 
 
 def _put_in_charge(model: nn.Module, engine: Engine) -> None:
-    """From here on `engine` serves `model`."""
+    """Let `engine` serve `model` from now on."""
     set_engine(model, engine)
     for unit in engine.units:
         for own in unit.modules:
@@ -156,7 +158,7 @@ def _put_in_charge(model: nn.Module, engine: Engine) -> None:
 
 
 def _checked_tree(model: object, slots: object, units: Units) -> nn.Module:
-    """The module to shard, or one that holds those that are to be sharded together."""
+    """Return the module to shard, or a module that holds those to be sharded together."""
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < LEAST_SLOTS:
         raise ConfigError(f"slots={slots!r}: a number of slots is at least {LEAST_SLOTS}")
     modules: list[nn.Module] = list(model) if isinstance(model, (list, tuple)) else [model]  # type: ignore[list-item]
@@ -179,7 +181,7 @@ def _checked_tree(model: object, slots: object, units: Units) -> nn.Module:
 
 
 def _plans(model: nn.Module, units: Units, ignored: Sequence[nn.Parameter], adopts: bool) -> list[UnitPlan]:
-    """Which unit each parameter goes to. Raises LayoutError if one cannot be sharded or there is nothing to shard."""
+    """Assign each parameter to a unit. Raises LayoutError if one cannot be sharded or there is nothing to shard."""
     skipped = {id(parameter) for parameter in ignored}
     chosen = [] if isinstance(model, Together | SideBySide) else choose_units(model, units)
     plans = assign_parameters(model, chosen, lambda p: id(p) in skipped or isinstance(p, ShardedParameter))
@@ -208,7 +210,7 @@ def _check_kept(model: nn.Module, plans: list[UnitPlan], precision: Precision) -
 
 
 def _check_frozen(model: nn.Module, plans: Sequence[UnitPlan], precision: Precision) -> None:
-    """Raise ConfigError where weights are to be in few bits, and there are none that can."""
+    """Raise ConfigError if weights are to be kept in few bits and none can be."""
     linear = linear_weights(model) if precision.frozen is not None else set()
     parameters = [parameter for plan in plans for _, parameter, _ in plan.parameters]
     if precision.frozen is not None and not any(id(p) in linear and not p.requires_grad for p in parameters):
@@ -247,7 +249,7 @@ def _group_size(resharding: bool | int) -> int | None:
 
 
 def _checked_resharding(asked: bool | int | None) -> bool | int | None:
-    """A group of one rank is no resharding."""
+    """Check `reshard_after_forward`; a group of one rank means no resharding."""
     if asked is None or isinstance(asked, bool):
         return asked
     number: object = asked
@@ -257,7 +259,7 @@ def _checked_resharding(asked: bool | int | None) -> bool | int | None:
 
 
 def _checked_ignored(asked: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """A name would be passed over, and its parameter sharded."""
+    """Raise ConfigError unless these are parameters: a name would match none, and its parameter would be sharded."""
     given: object = asked
     found: list[nn.Parameter] = [*asked] if not isinstance(given, str) else []
     wrong: list[object] = [given] if isinstance(given, str) else [one for one in found if not isinstance(one, Tensor)]

@@ -1,7 +1,7 @@
 """The one file that changes anything in torch, with the reason for each change.
 
 Importing shardwise changes nothing; `sw.shard` calls `install` first. Whatever is changed does what it did before for
-tensors that are not sharded. docs/design/torch-patches.md tells why nothing else serves.
+tensors that are not sharded. docs/design/torch-patches.md explains why nothing less is enough.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ RunBackward = Callable[..., Any]
 
 @cache
 def install() -> None:
-    """Change what `sw.shard` needs changed, once in a process."""
-    # Torch ends a search for the way from a loss to a sharded parameter without a word: backward(inputs=) would leave
-    # every gradient out, and grad() give None.
+    """Make the changes to torch that `sw.shard` needs, once in a process."""
+    # Torch finds no path from a loss to a sharded parameter, and does not say so: backward(inputs=) would leave every
+    # gradient out, and grad() would return None.
     torch.autograd._engine_run_backward = _with_leaves(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
 
-    # A step must not meet gradients that wait, and fused optimizers bump no tensor's version counter.
+    # A step must not run while gradients wait to be reduced, and fused optimizers do not increase a tensor's version.
     register_optimizer_step_pre_hook(_pre_step)
     register_optimizer_step_post_hook(_post_step)
 
     # Torch would keep the full state of an unsharded model for every parameter of this rank.
     Optimizer.load_state_dict = _with_cut_state(Optimizer.load_state_dict)  # type: ignore[method-assign]
 
-    # Else optimizers and clipping go one parameter, and clipping one collective, at a time.
+    # Otherwise optimizers and clipping work on one parameter at a time, and clipping issues a collective for each.
     for supported in (_clip_types, _optimizer_types):
         supported += [ShardedParameter, WaitingGradient]
 
 
 def give_sharded_parameters() -> None:
-    """Have optimizers that were built before `sw.shard` hold the sharded parameters. No communication.
+    """Give optimizers that were built before `sw.shard` the sharded parameters. No communication.
 
-    Torch keeps no list of optimizers, so the garbage collector's is searched: about 0.1 us an object.
-    State that one begins with is cut. Those that took steps before keep what they have, and their next step raises.
+    Torch keeps no list of optimizers, so the garbage collector's objects are searched: about 0.1 us an object. State
+    from before an optimizer's first step is cut. Optimizers that have taken steps stay as they are, and their next step
+    raises.
     """
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Optimizer)}
@@ -68,8 +69,8 @@ def give_sharded_parameters() -> None:
 
 
 def _give(optimizer: Optimizer) -> None:
-    """Raises UsageError, and changes nothing, for one that has more than the state that it begins with. Its groups stay
-    the same objects, which schedules of a script's own may hold."""
+    """Give one optimizer the sharded parameters. Raises UsageError, and changes nothing, if it has taken steps on them.
+    Its groups stay the same objects, since a script's own schedules may hold them."""
     given = [(*held, _first_state(optimizer, *held)) for held in _unsharded(optimizer)]
     for group, position, parameter, sharded, state in given:
         group["params"][position] = sharded
@@ -80,7 +81,7 @@ def _give(optimizer: Optimizer) -> None:
 def _first_state(
     optimizer: Optimizer, group: dict[str, Any], _: int, parameter: Tensor, sharded: ShardedParameter
 ) -> dict[str, Any]:
-    """State that the optimizer begins with, cast, moved and cut as the parameter was."""
+    """Return the state that the optimizer has before its first step, cast, moved and cut as the parameter was."""
     _check_fresh(optimizer, parameter, sharded)
     steps_on_device = group.get("fused") or group.get("capturable")
 
@@ -94,8 +95,8 @@ def _first_state(
 
 
 def _unsharded(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], int, Tensor, ShardedParameter]]:
-    """What the optimizer holds of parameters that have been sharded since: group, position, parameter, and the sharded
-    one."""
+    """Yield each parameter of the optimizer that has been sharded since it was built: group, position, parameter, and
+    the sharded one."""
     for group in vars(optimizer).get("param_groups", ()):
         for position, parameter in enumerate(group["params"]):
             sharded = None if type(parameter) is ShardedParameter else outer_face(parameter)
@@ -104,7 +105,8 @@ def _unsharded(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], int, Tens
 
 
 def _check_fresh(optimizer: Optimizer, parameter: Tensor, sharded: ShardedParameter) -> None:
-    """Adagrad has state before its first step."""
+    """Raise UsageError if the state of the parameter is of steps, or on the meta device. Adagrad has state before its
+    first step, which is fine."""
     state = optimizer.state.get(parameter) or {}
     if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
         raise UsageError(
@@ -119,7 +121,7 @@ def _check_fresh(optimizer: Optimizer, parameter: Tensor, sharded: ShardedParame
 
 
 def _check_sharded(optimizer: Optimizer) -> None:
-    """Raise UsageError if the optimizer holds parameters as they were before `sw.shard`: its `zero_grad` meets none of
+    """Raise UsageError if the optimizer holds parameters as they were before `sw.shard`: its `zero_grad` would miss
     their gradients."""
     for _, _, parameter, sharded in _unsharded(optimizer):
         _check_fresh(optimizer, parameter, sharded)
@@ -133,7 +135,7 @@ def _check_sharded(optimizer: Optimizer) -> None:
 
 
 _stepping: weakref.WeakKeyDictionary[Optimizer, set[Owner]] = weakref.WeakKeyDictionary()
-"""What each optimizer updates whose step is under way, or raised."""
+"""The owners that each optimizer updates whose step is under way, or raised."""
 
 
 def _owners(optimizer: Optimizer) -> set[Owner]:
@@ -147,8 +149,9 @@ def _owners(optimizer: Optimizer) -> set[Owner]:
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Returns other arguments for the step if it is given a closure: what waits is reduced when that has run."""
-    if is_view(optimizer):  # in the step of a subclass, which calls its base's
+    """Check the parameters before a step, and that no gradients wait to be reduced. A closure may still reduce some: if
+    the step is given one, that check runs after it, and the step's new arguments are returned."""
+    if is_view(optimizer):  # inside the step of a subclass, which calls its base's
         return None
     _check_sharded(optimizer)
     owners = _stepping[optimizer] = _owners(optimizer)
@@ -167,12 +170,12 @@ def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] |
 
 
 def updates_nothing(optimizer: Optimizer) -> None:
-    """The optimizer's `step()` under way updates nothing, since that has been done."""
+    """Note that the optimizer's `step()` under way updates nothing, because all updates have been made already."""
     _stepping[optimizer] = set()
 
 
 def _evaluate(closure: Callable[[], Any], owners: set[Owner]) -> Any:
-    """Run the closure of a step, which calls backward, and then look whether gradients still wait."""
+    """Run the closure of a step, which calls backward, and then check that no gradients wait to be reduced."""
     result = closure()
     for unit in owners:
         unit.about_to_step()
@@ -183,7 +186,7 @@ def _evaluate(closure: Callable[[], Any], owners: set[Owner]) -> Any:
 def _leave_dispatch_uncompiled() -> None:
     """Under torch.compile(optimizer.step) Dynamo cannot trace sharded parameters, and would compile our code that takes
     their operations apart instead, once for each operation: a minute of work that makes nothing faster."""
-    with suppress(AttributeError):  # of torch's own, and only about time
+    with suppress(AttributeError):  # private to torch, and only saves time
         torch._dynamo.trace_rules.add("shardwise.sharded")
 
 
@@ -203,8 +206,8 @@ def _post_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _with_cut_state(load_state_dict: Callable[..., None]) -> Callable[..., None]:
-    """`Optimizer.load_state_dict`, which also takes the state of an unsharded model: this rank's pieces are kept. Every
-    rank must be given equal numbers. Raises UsageError, and changes nothing, for state of another model."""
+    """Make an `Optimizer.load_state_dict` that also takes the state of an unsharded model and keeps this rank's pieces.
+    Every rank must give it equal numbers. It raises UsageError, and changes nothing, for state of another model."""
 
     @wraps(load_state_dict)
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -227,9 +230,9 @@ def _with_cut_state(load_state_dict: Callable[..., None]) -> Callable[..., None]
 
 
 def _with_leaves(run_backward: RunBackward) -> RunBackward:
-    """What `torch.autograd.backward` and `torch.autograd.grad` both call, however they were imported, where a sharded
-    parameter among the inputs of `backward` means the leaf that modules computed with. `grad` raises UsageError for
-    one: it would give this rank's gradients, unreduced."""
+    """Wrap the function that `torch.autograd.backward` and `torch.autograd.grad` both call, however they were imported.
+    A sharded parameter among the inputs of `backward` then stands for the leaf that modules computed with. `grad`
+    raises UsageError for one: it would return this rank's gradients, unreduced."""
 
     @wraps(run_backward)
     def run(
@@ -252,14 +255,14 @@ def _with_leaves(run_backward: RunBackward) -> RunBackward:
 
 
 def _leaves(item: Any) -> tuple[Any, ...]:
-    """Where the gradients of a sharded parameter arrive: at the leaf that modules computed with, and at the outer face
-    for a penalty in the loss. Anything else stands for itself."""
+    """Return where gradients of a sharded parameter arrive: at the leaf that modules computed with, and at the outer
+    face for a penalty in the loss. Anything else is returned as it is."""
     inner: Tensor | None = item.inner if type(item) is ShardedParameter else None
     return (item,) if inner is None else (inner, item)
 
 
 def _no_parameter(item: Any) -> tuple[Any, ...]:
-    """The item, unless it is either face of a sharded parameter."""
+    """Return the item. Raises UsageError if it is either face of a sharded parameter."""
     if not isinstance(item, Tensor):
         return (item,)
     face = item if isinstance(item, ShardedParameter) else outer_face(item)

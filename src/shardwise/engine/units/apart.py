@@ -15,7 +15,7 @@ from shardwise.engine.units.group import Group
 
 
 class Apart:
-    """Of one unit, for the groups that are trainable."""
+    """The slices of one unit's trainable groups."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
@@ -27,25 +27,25 @@ class Apart:
             ]
         """By trainable group: 1-D, reduce dtype."""
         self.is_waiting = False
-        """They hold sums that the replicas are still to be asked for."""
+        """Whether the slices hold sums that are not summed over the replicas yet."""
         self.keys: set[tuple[int, int]] = set()
-        """(group, parameter) of the gradients in them that are not handed out, alike on every rank."""
+        """(group, parameter) of the gradients in the slices that are not handed out yet; alike on every rank."""
 
     @property
     def nbytes(self) -> int:
         return sum(own.nbytes for own in self.slices)
 
     def reductions(self, slot: Slot[Any]) -> tuple[Reduction, ...]:
-        """Of what lies in a reduce slot, added to what waits here."""
+        """Return the reductions of a reduce slot into the slices. They add to sums that wait there."""
         pairs = zip(self._trainable, self.slices, strict=True)
         return tuple(Reduction(group.flat_gradients(slot), own, accumulate=self.is_waiting) for group, own in pairs)
 
     def wait(self, is_waiting: bool) -> None:
-        """Whether what was reduced last is to wait for the replicas."""
+        """Set whether what was reduced last waits for the replicas."""
         self.is_waiting = is_waiting
 
     def drop(self, key: tuple[int, int]) -> None:
-        """Forget a gradient that waits."""
+        """Forget a gradient that waits, and zero it."""
         if key in self.keys:
             self.keys.discard(key)
             group = self._groups[key[0]]

@@ -34,7 +34,7 @@ class Slot(Generic[T]):
     __slots__ = ("_expected_references", "_flats", "buffer", "collectives", "generation", "holder", "key")
 
     def __init__(self, collectives: Collectives, buffer: Buffer, holder: T | None = None) -> None:
-        """`holder`: has the slot for good."""
+        """`holder`: holds the slot for good."""
         self.collectives = collectives
         self.holder = holder
         self.generation = 0
@@ -49,35 +49,35 @@ class Slot(Generic[T]):
         self.collectives.claim(self.buffer)
 
     def free(self) -> None:
-        """The holder has no more use for it."""
+        """Take the slot from its holder, which no longer uses it."""
         self.holder = None
 
     def _set(self, buffer: Buffer) -> None:
         self.buffer = buffer
         self.key = storage_key(buffer.bytes)
         self._flats: dict[torch.dtype | tuple[torch.dtype, int, int], Tensor] = {}
-        """By dtype, first byte and elements, or by dtype alone: made once, since cutting costs more than a look."""
+        """Views by dtype, first byte and elements, or by dtype alone; cached, as slicing costs more than a lookup."""
 
     def base(self, dtype: torch.dtype) -> Tensor:
-        """The whole slot as a 1-D tensor of `dtype`."""
+        """Return the whole slot as a 1-D view of `dtype`."""
         base = self._flats.get(dtype)
         if base is None:
             base = self._flats[dtype] = self._cut(0, self.buffer.bytes.numel() // dtype.itemsize, dtype)
         return base
 
     def flat(self, start_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """`numel` elements of `dtype` from byte `start_bytes` on; 1-D, a view."""
+        """Return a 1-D view of `numel` elements of `dtype` from byte `start_bytes` on."""
         flat = self._flats.get((dtype, start_bytes, numel))
         if flat is None:
             flat = self._flats[dtype, start_bytes, numel] = self._cut(start_bytes, numel, dtype)
         return flat
 
     def _cut(self, start_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False):  # it is kept, and an inference tensor could never be saved for backward
+        with torch.inference_mode(False):  # views are cached, and inference tensors cannot be saved for backward
             return self.buffer.bytes[start_bytes : start_bytes + numel * dtype.itemsize].view(dtype)
 
     def expect_references(self) -> None:
-        """All tensors that refer to the storage now are the holder's."""
+        """Take all tensors that refer to the storage now for the holder's own."""
         self._expected_references = self._references()
 
     @property
@@ -86,7 +86,7 @@ class Slot(Generic[T]):
         return self._references() > self._expected_references
 
     def _references(self) -> int:
-        """How many tensors (not Python names) refer to the storage, those that are kept here left out."""
+        """Return how many tensors (not Python names) refer to the storage, views cached here not counted."""
         count: int = torch._C._storage_Use_Count(self.key)
         return count - len(self._flats)
 
@@ -100,7 +100,7 @@ class Arena(Generic[T]):
     """All slots of one kind, on one group of ranks."""
 
     def __init__(self, collectives: Collectives, kind: BufferKind, classes: Sequence[SizeClass[T]]) -> None:
-        """Allocates everything. Every rank must call this with equal classes."""
+        """Allocate all slots. Every rank must call this with equal classes."""
         self.collectives = collectives
         self.slots: list[Slot[T]] = []
         self._choices: dict[int, tuple[Slot[T], ...]] = {}
@@ -119,9 +119,9 @@ class Arena(Generic[T]):
         return sum(slot.buffer.bytes.numel() for slot in self.slots)
 
     def choices(self, unit: T) -> tuple[Slot[T], ...]:
-        """The slots that may hold `unit`, the preferred one first; depends on the unit alone."""
+        """Return the slots that may hold `unit`, the preferred one first; depends on the unit alone."""
         return self._choices[id(unit)]
 
     def preferred(self, unit: T) -> Slot[T]:
-        """The slot that `unit` takes in a steady order."""
+        """Return the slot that `unit` takes when the order of units is steady."""
         return self._choices[id(unit)][0]

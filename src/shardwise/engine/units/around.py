@@ -1,4 +1,4 @@
-"""Tensors of other classes around a view of a slot, taken apart and put together again for saved tensors."""
+"""Tensor subclasses around a view of a slot, taken apart and put together again for saved tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.engine.units.arena import storage_key
 
 
 class Around(NamedTuple):
-    """What is around one inner tensor."""
+    """A tensor subclass without the inner tensor that it is around."""
 
     kind: Any
     name: str
@@ -24,15 +24,15 @@ class Around(NamedTuple):
     stride: tuple[int, ...]
 
     def put(self, inner: Tensor) -> Tensor:
-        """The tensor, around `inner`."""
+        """Return the tensor again, around `inner`."""
         parts = {**self.others, self.name: inner}
         put: Tensor = self.kind.__tensor_unflatten__(parts, self.context, self.shape, self.stride)
         return put
 
 
 def taken_apart(tensor: Tensor, slots: Mapping[int, object]) -> tuple[Around | None, Tensor]:
-    """What is around the one tensor inside that aliases a slot, and that one. None and the tensor itself where there is
-    none, or more than one."""
+    """Split `tensor` into its one inner tensor that aliases a slot, and what is around that. Returns None and `tensor`
+    itself if no inner tensor aliases a slot, or more than one does."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return None, tensor
     names, context = tensor.__tensor_flatten__()

@@ -29,43 +29,43 @@ class Call(Generic[U]):
     def __init__(self, unit: U, recompute: bool) -> None:
         self.unit = unit
         self.recompute = recompute
-        """Inside a backward: a checkpoint runs the forward again."""
+        """Whether a checkpoint runs this forward again, inside a backward."""
         self.begin = -1
-        """Index of the moment at which it began, among those of its forward pass; -1 where no gradients are wanted."""
+        """Index of the moment at which it began, among those of its forward pass; -1 outside grad mode."""
         self.end = -1
-        """Index of the moment at which it ended; -1 while it is under way, and where it raised."""
+        """Index of the moment at which it ended; -1 while it is under way, if it raised, and outside grad mode."""
         self.has_backward = False
-        """A gradient may come through it."""
+        """Whether a gradient may flow through it."""
         self.is_first = False
-        """No earlier call of the same unit in this pass has a backward: when this call's is over, so is the unit's."""
+        """Whether no earlier call of the unit in this pass has a backward: the unit's is over when this call's is."""
         self.is_open = False
-        """Its backward has begun and is not over."""
+        """Whether its backward has begun and is not over."""
         self._handled = id(sys.exception())
-        """What is handled around the call. Its identity: the call may be kept for long."""
+        """Identity of the exception handled around the call; not the exception, since calls may be kept for long."""
 
     @property
     def error(self) -> BaseException | None:
-        """What the call raised, asked in its last hook."""
+        """The exception that the call raised, or None. Only valid in its post-forward hook."""
         return None if id(sys.exception()) == self._handled else sys.exception()
 
     def begin_at(self, moment: int) -> None:
-        """It begins, in grad mode."""
+        """Set the moment at which it begins, in grad mode."""
         self.begin = moment
 
     def end_at(self, moment: int, has_backward: bool) -> None:
-        """It has returned."""
+        """Set the moment at which it returned, and whether it has a backward."""
         self.end, self.has_backward = moment, has_backward
 
     def be_first(self, is_first: bool) -> None:
-        """Whether no earlier call of its unit has a backward, as far as is known."""
+        """Set whether no earlier call of its unit has a backward, as far as is known."""
         self.is_first = is_first
 
     def open(self) -> None:
-        """Its backward begins."""
+        """Begin its backward."""
         self.is_open = True
 
     def close(self) -> None:
-        """Its backward is over."""
+        """End its backward."""
         self.is_open = False
 
 
@@ -79,7 +79,7 @@ class UnitCalls(Generic[U]):
         self._open = 0
         self._was_inside_hooks = False
         self.is_held = False
-        """By hand, for code outside any call of it."""
+        """Whether the unit is held by hand (`sw.unshard`), for code outside any call of it."""
 
     @property
     def in_forward(self) -> bool:
@@ -88,57 +88,57 @@ class UnitCalls(Generic[U]):
 
     @property
     def error(self) -> BaseException | None:
-        """What the innermost forward raised, asked in its last hook."""
+        """The exception that the innermost forward raised, or None. Only valid in its post-forward hook."""
         return self._forward[-1].error if self._forward else None
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward of one of its calls is."""
+        """Whether the backward of one of its calls is under way."""
         return self._open > 0
 
     @property
     def are_over(self) -> bool:
-        """Nothing of it is under way."""
+        """Whether no forward or backward of the unit is under way, and it is not held by hand."""
         return not self._forward and not self._open and not self.is_held
 
     def hold(self, is_held: bool) -> None:
-        """By hand, from now on or no longer."""
+        """Hold the unit by hand from now on, or no longer."""
         self.is_held = is_held
 
     def begin_forward(self, call: Call[U]) -> None:
-        """A forward begins."""
+        """Note that a forward begins."""
         self._forward.append(call)
 
     def end_forward(self) -> Call[U] | None:
-        """The innermost forward is over, or raised. None if its beginning was not reported."""
+        """Return the innermost forward, which is over or raised; None if its beginning was not reported."""
         return self._forward.pop() if self._forward else None
 
     def wants_hooks(self, recompute: bool, inside_others: bool) -> bool:
-        """Whether saved-tensor hooks are to be activated for a call that begins `inside_others`.
+        """Whether to activate saved-tensor hooks for a call; `inside_others`: hooks that are not ours are active.
 
-        Not for the recomputation of a forward that ran outside any hooks: then a checkpoint in the unit's own module
-        recomputes, whose hooks went inside ours. Ours must not go inside them now.
+        Not for a recomputation inside others' hooks if the forward ran outside any: a checkpoint within the unit's own
+        module recomputes then. In forward its hooks were pushed inside ours; ours must not be pushed inside them now.
         """
         if not recompute:
             self._was_inside_hooks = inside_others
         return self._was_inside_hooks or not inside_others
 
     def begin_backward(self, call: Call[U]) -> None:
-        """The backward of a call begins."""
+        """Begin the backward of a call."""
         call.open()
         self._open += 1
 
     def end_backward(self, call: Call[U]) -> None:
-        """The backward of a call is over."""
+        """End the backward of a call."""
         call.close()
         self._open -= 1
 
     def forget_forward(self) -> None:
-        """A forward raised: none is under way."""
+        """Forget all forwards, of which one was interrupted."""
         self._forward.clear()
 
     def forget_backward(self) -> None:
-        """Autograd is done, whichever hooks fired: no backward is under way."""
+        """Forget all open backwards: autograd is done, whichever hooks fired."""
         self._open = 0
 
 
@@ -153,16 +153,16 @@ class ForwardPass(Generic[U]):
         self._moments: list[Call[U]] = []
         self._first: dict[U, Call[U]] = {}
         self._backward = -1
-        """Autograd's number of the backward that the position is of: a retained graph has several."""
+        """Graph task id of the backward that `_position` belongs to: a retained graph has several backwards."""
         self._position = 0
 
     def begin(self, call: Call[U]) -> None:
-        """A call begins, in grad mode."""
+        """Note that a call begins, in grad mode."""
         call.begin_at(len(self._moments))
         self._moments.append(call)
 
     def end(self, call: Call[U], has_backward: bool) -> None:
-        """It has returned."""
+        """Note that a call has returned. Does nothing if it began outside grad mode."""
         if call.begin < 0:
             return
         call.end_at(len(self._moments), has_backward)
@@ -176,7 +176,7 @@ class ForwardPass(Generic[U]):
                 self._first[call.unit] = call
 
     def follow(self, backward: int) -> bool:
-        """Start `backward` at the last moment if this is its first report. Returns whether it is."""
+        """Start `backward` at the pass's last moment if this is its first report. Returns whether it is."""
         if backward == self._backward:
             return False
         self._backward = backward
@@ -185,18 +185,18 @@ class ForwardPass(Generic[U]):
         return True
 
     def close(self) -> None:
-        """No call's backward is under way: the last one raised, or another one begins."""
+        """Close every open call, because the last backward raised or another one begins."""
         for call in self._moments:
             if call.is_open:  # a method's call for each moment of each backward adds up
                 call.close()
 
     def has_come_to(self, call: Call[U], backward: int) -> bool:
-        """Whether `backward` has begun with that call."""
+        """Whether `backward` has passed the end of the call, where the call's backward begins."""
         return backward == self._backward and self._position <= call.end
 
     def walk_back(self, position: int = 0) -> Iterator[tuple[Call[U], bool]]:
-        """The moments from the last one passed back to `position`, that one included: a call, and whether it is its end
-        (its backward begins) or its beginning (its backward is over)."""
+        """Pass the moments from the last one passed back to `position`, inclusive. Yields for each its call and whether
+        it is the call's end (its backward begins) or its beginning (its backward is over)."""
         while self._position > position:
             self._position -= 1
             call = self._moments[self._position]

@@ -1,8 +1,8 @@
 """The group of a parameter whose class says how it travels (FSDP2's all-gather extensions; torchao's float8 weights).
 
-It is cut in whole rows, as FSDP2 cuts it, and its numbers are kept, reduced and stepped like all others. Before a
-gather the class makes of this rank's rows what travels, with a scale or the like beside it; after it, of what came, the
-tensor that the module computes with: around the slot, or in a place of its own beside that.
+It is cut into whole rows, as FSDP2 cuts it, and its numbers are kept, reduced and updated like all others. Before a
+gather the class turns this rank's rows into the tensor that travels, and metadata such as a scale. After the gather it
+turns these into the tensor that the module computes with: around the gathered bytes, or in a place beside them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ExtendedGroup(Group):
-    """Of one such parameter."""
+    """The group of one such parameter."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class ExtendedGroup(Group):
         chunk = -(-original.shape[0] // collectives.world_size) if original.ndim else 1
         rows = max(0, min(chunk, original.shape[0] - collectives.rank * chunk))
         self._rows: Any = original.detach().new_zeros((rows, *columns), device=collectives.device)
-        """This rank's, of the parameter's class, around its piece of the shard."""
+        """This rank's rows: a tensor of the parameter's class around its piece of the shard."""
         if len(inspect.signature(self._rows.fsdp_pre_all_gather).parameters) == 1:
             self._arguments = self._arguments[:1]  # FSDP2's first form: the mesh alone
         self._inner = inner_name(self._rows)
         self._beside: Any = None
-        """What the class gave to go beside what travels."""
+        """The metadata that the class returned with the tensor that travels."""
         came = torch.empty(original.shape, dtype=self._outgoing(fqn).dtype, device=collectives.device)
         with torch.no_grad():
             whole, _ = self._rows.fsdp_post_all_gather((came,), self._beside, dtypes.compute)
@@ -77,13 +77,13 @@ class ExtendedGroup(Group):
 
     @property
     def is_whole(self) -> bool:
-        """Never the shard itself."""
+        """Whether there are no elements: modules never compute with the shard itself."""
         return self.layout.numel == 0
 
     def shard_parameters(
         self, device: torch.device, storage: Tensor | None = None, values: Values | None = None
     ) -> None:
-        """As every group, with a leaf of the class's making."""
+        """Like `Group.shard_parameters`, but with the leaf that the class made."""
         original = getattr(self.originals[0], EXTENDED)
         super().shard_parameters(device, storage, values)
         [sharded] = self.sharded
@@ -96,7 +96,7 @@ class ExtendedGroup(Group):
 
     @torch.no_grad()
     def send(self, place: Tensor, piece: Tensor) -> None:
-        """Write what travels of this rank's rows."""
+        """Write to `place` what the class makes of this rank's rows."""
         rows = getattr(self._rows, self._inner)
         rows.data = piece[: rows.numel()].view(rows.shape)
         place[: rows.numel()].copy_(self._outgoing(self.fqns[0]).reshape(-1)[: rows.numel()])
@@ -114,24 +114,24 @@ class ExtendedGroup(Group):
         return outgoing
 
     def unsharded_views(self, slot: Slot[Any]) -> list[Tensor]:
-        """What came, and where what is computed with lies."""
+        """Return views of the gathered tensor, and of the place of the tensor that is computed with."""
         [entry] = self.layout.entries
         starts = (self.gathered_start, self.dtypes.gathered), (self.unsharded_start, self._held.dtype)
         return [slot.flat(start, entry.numel, dtype).view(entry.shape) for start, dtype in starts]
 
     def point_at(self, views: Sequence[Tensor]) -> None:
-        """Point the leaf, or the tensor that it is around, at a slot, and have the class complete it."""
+        """Point the leaf, or the tensor inside it, at a slot, and have the class fill it."""
         came, self._held.data = views
         with torch.no_grad():
             self._rows.fsdp_post_all_gather((came,), self._beside, self.dtypes.compute, out=self._leaf)
 
     def point_at_placeholders(self) -> None:
-        """Point it at a full shape of one NaN, without memory."""
+        """Point the leaf at one NaN, expanded to the full shape."""
         self._held.data = self._empty
 
 
 def _holder(leaf: nn.Parameter, came: Tensor, fqn: str) -> tuple[Tensor, bool]:
-    """What has the memory that a leaf's numbers are in, and whether that is another than what came."""
+    """Return the tensor whose memory holds the leaf's numbers, and whether that is other memory than `came`'s."""
     names = leaf.__tensor_flatten__()[0] if hasattr(leaf, "__tensor_flatten__") else []
     around = [inner for inner in (getattr(leaf, name) for name in names) if storage_key(inner) == storage_key(came)]
     if len(around) == 1:

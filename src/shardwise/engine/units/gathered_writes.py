@@ -1,4 +1,4 @@
-"""Writes into a unit's gathered parameters, which would be lost."""
+"""Finds writes into a unit's gathered parameters, which would be lost."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ if TYPE_CHECKING:
 
 
 class GatheredWrites:
-    """Of one unit, since its modules were let hold the full parameters."""
+    """Writes into the gathered parameters of one unit, since its modules hold them."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
         self._leaves: list[Tensor] = []
         self._shown_versions: list[int] = []
         self._read_versions: list[int] | None = None
-        """Of the outer faces, where operations read those whole."""
+        """Versions of the outer faces when operations first read these whole; None if none did."""
 
     def begin(self) -> None:
-        """Modules are let hold the leaves."""
+        """Note the versions of the leaves, as modules begin to hold them."""
         self._shown_versions = self._leaf_versions()
 
     def note_reads(self) -> None:
-        """Operations read the outer faces whole, from now on until `found` is asked: what they return are views with
-        the faces' versions."""
+        """Note that operations read the outer faces whole, from now on until `found` is called: what they return are
+        views that share the faces' versions."""
         if self._read_versions is None:
             self._read_versions = self._face_versions()
 
     def found(self) -> str | None:
-        """A parameter that was written."""
+        """Return the name of a parameter that was written, or None."""
         now = self._leaf_versions()
         if self._read_versions is None and now == self._shown_versions:  # asked for every call of every unit
             return None

@@ -14,45 +14,45 @@ from shardwise.sharded.parameter import ShardedParameter
 
 
 class GradientShard:
-    """Of one group. Its memory is kept from step to step, unless it is released; or it has a home, and is in memory
-    while a reduction adds to it or somebody has a view of it."""
+    """The gradient of one group's shard. Its memory is kept from step to step, unless it is released. Or it has a home
+    on a medium, and is in memory only while a reduction adds to it or somebody has a view of it."""
 
     def __init__(
         self, numel: int, dtype: torch.dtype, sharded: Sequence[ShardedParameter], store: ShardStore | None = None
     ) -> None:
-        """`numel`, `dtype`: the shard's. `sharded`: the group's parameters, once they are made. `store`: where it has
-        its home; None: it has none."""
+        """`numel`, `dtype`: the shard's. `sharded`: a list that will hold the group's parameters. `store`: where it has
+        its home, if any."""
         self._numel = numel
         self._dtype = dtype
         self._sharded = sharded
         self.store = store if numel else None
         self.home: SliceHome | None = None
-        """Where it is between uses; None: not allocated, or in memory."""
+        """Where it rests between uses; None if it is not allocated or stays in memory."""
         self.flat: Tensor | None = None
-        """1-D, master dtype; None: not allocated, or at home."""
+        """1-D, master dtype; None if it is not allocated or has a home."""
         self.faces: list[ShardedParameter] = []
-        """The gradients, by parameter, over pieces of it. None of them: not allocated."""
+        """The gradient of each parameter, over a piece of it. Empty if it is not allocated."""
         self._unkept = 0
-        """References to a gradient, and to its piece, that are its own."""
+        """Number of references to a gradient and its piece while no user keeps one."""
         self._awaits_first_sum = True
-        """Nothing of this backward has been added yet."""
+        """Whether nothing of this backward has been added yet."""
 
     def reserve(self) -> None:
-        """Have a place at home, if it is to have one. Takes no room yet."""
+        """Choose its place on the medium, if it has a store and no place yet. Takes no room there yet."""
         if self.store is not None and self.home is None:
             self.home = SliceHome(self.store, self._numel, self._dtype)
 
     def stay(self) -> None:
-        """From the next allocation on have no home: steps in backward take gradients as they come. No communication."""
+        """Stay in memory from the next allocation on: steps in backward use gradients at once. No communication."""
         self.store = None
 
     def allocate(self) -> None:
-        """Have the memory, or the home, from here on: zero_grad drops references to it. No communication."""
+        """Allocate the memory or the home, if there is none; zero_grad only drops references. No communication."""
         if not self.faces:
             self._new()
 
     def _new(self) -> None:
-        """Memory, or a place at home, that nobody else has."""
+        """Allocate memory, or a place on the medium, that nobody else refers to."""
         if self.faces:
             self.home = None
         self.reserve()
@@ -69,15 +69,16 @@ class GradientShard:
         return ShardedParameter(self.flat[fragment.offset : fragment.offset + fragment.numel], sharded.placement)
 
     def release(self) -> None:
-        """Let go of the shard's gradient until it is allocated again, unless a parameter has one."""
+        """Free the shard's gradient until it is allocated again, unless a parameter still has a gradient."""
         if all(sharded.grad is None for sharded in self._sharded):
             self.flat, self.home, self.faces = None, None, []
 
     def prepare_sum(self) -> tuple[Tensor, bool]:
-        """The shard's gradient, and whether a sum is to be added to it: the first sum of a backward overwrites it,
-        unless some parameter still has a gradient of earlier backwards, and then it holds those gradients.
+        """Return the shard's gradient and whether a sum must be added to it. The first sum of a backward overwrites it,
+        unless some parameter still has a gradient of earlier backwards; it holds those gradients then.
 
-        What is returned is for the current stream and what comes behind it, and from home it stays while it is held.
+        The tensor may be used on the current stream and by work ordered after that. One with a home stays in memory
+        while it is held.
         """
         self.allocate()
         accumulate = not self._awaits_first_sum
@@ -92,8 +93,8 @@ class GradientShard:
         return total, accumulate
 
     def _begin_sum(self) -> bool:
-        """Have the gradients of earlier backwards in the memory; whether there are any. If the user keeps one that its
-        parameter let go of, leave them the memory and allocate other."""
+        """Bring the gradients of earlier backwards into the memory. Returns whether there are any. If the user keeps a
+        gradient that is no parameter's `.grad` any more, leave the old memory to the user and allocate new."""
         grads = [sharded.grad for sharded in self._sharded]
         is_kept = accumulates = False
         for references, grad in zip(self._references(), grads, strict=True):
@@ -104,7 +105,7 @@ class GradientShard:
         if is_kept:
             self._new()
             if self.home is not None:
-                self.home.begin_anew()  # the place may have been another's
+                self.home.begin_anew()  # the place may hold numbers of another slice
         for grad, own in zip(grads, self.faces, strict=True) if accumulates else ():
             if grad is None:
                 own.local.zero_()
@@ -113,20 +114,20 @@ class GradientShard:
         return accumulates
 
     def read_ahead(self) -> None:
-        """Its unit's backward has begun: if there is something that a sum will be added to, have it come. Only from
-        home."""
+        """Begin to load it, if a sum will be added to gradients of earlier backwards: called when its unit's backward
+        begins. Only if it has a home."""
         assert self.home is not None
         if any(sharded.grad is not None for sharded in self._sharded):
             self.home.read_ahead()
 
     def end_backward(self) -> None:
-        """The next sum is of another backward. The current stream is behind the last one."""
+        """End a backward: the next sum is of another one. The current stream must be ordered after the last sum."""
         self._awaits_first_sum = True
         if self.home is not None:
             self.home.leave()
 
     def _references(self) -> list[int]:
-        """How often each gradient and its piece are referred to from Python; of one at home any piece counts."""
+        """Return how often Python refers to each gradient and its piece; with a home, a view of any piece counts."""
         count = sys.getrefcount
         if self.home is not None:
             return [count(own) + self.home.is_viewed for own in self.faces]

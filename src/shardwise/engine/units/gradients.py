@@ -1,7 +1,7 @@
 """The gradients of one unit on their way, from the leaf to the shard's gradient.
 
 A gradient is copied (cast, on CPUs scaled) into the unit's reduce slot as it arrives, on a device together with others
-that follow, and the leaf lets go of it. One that meets no slot, which may happen on some ranks only, waits beside in
+that follow, and the leaf drops it. One that arrives while the unit has no slot, perhaps on some ranks only, waits in
 memory of its own and joins the next slot that the unit has. What holds:
 
 - a key (group, parameter) is `written` only while the unit has a slot, which then holds the sum of its gradients;
@@ -39,7 +39,7 @@ class Fate(enum.IntEnum):
     UNUSED = 0
     REDUCED = 1
     WAITS = 2
-    """It came and is still to be reduced."""
+    """It arrived and is not reduced yet."""
 
 
 class UnitGradients:
@@ -49,32 +49,32 @@ class UnitGradients:
         self.groups = groups
         self.keys: list[Key] = [(g, i) for g, group in enumerate(groups) for i in range(len(group.fqns))]
         self.slot: Slot[Any] | None = None
-        """Where gradients are collected now."""
+        """The reduce slot that gradients are collected in now."""
         self.own_slot: Slot[Any] | None = None
-        """Kept by strategies with full-size gradients and by `no_sync`."""
+        """A reduce slot of this unit alone, for strategies that keep full-size gradients and for `no_sync`."""
         self.reduce_bytes = 0
-        """In a slot, in the reduce dtype."""
+        """Bytes that the gradients take in a reduce slot, in the reduce dtype."""
         self.reducing = MEAN
         self.scaled: ScaledAddition
-        """How they are added. Set before the first one comes."""
+        """Adds gradients to those in a slot. Set before the first one arrives."""
         self.apart: Apart | None = None
-        """Where this rank's slices of sums lie that wait for the replicas, or for a user's hook."""
+        """Memory for this rank's slices of sums that wait for the replicas, or for a user's hook."""
         self._written: set[Key] = set()
         self._late: dict[Key, Tensor] = {}
-        """Gradients that came while there was no slot: as in a slot."""
+        """Gradients that arrived while there was no slot; cast and scaled as in a slot."""
         self._penalties: dict[Key, Tensor] = {}
         """Gradients of penalties in the loss: this rank's piece of the mean over all ranks, master dtype."""
         self._used: defaultdict[Key, int] = defaultdict(int)
-        """Gradients that came since gradients were last agreed on: how many."""
+        """How many gradients of each parameter arrived since they were last handed out or kept apart."""
         self._views: dict[int, list[list[Tensor]]] = {}
-        """By slot: where gradients go in it, by group."""
+        """By `id` of a slot: views of the places of gradients in it, by group."""
         self._open_views: list[list[Tensor]] = []
-        """Those in the slot where gradients are collected, while there is one."""
+        """The views of `slot`, while there is one."""
         self._observer: Callable[[Tensor], None] | None = None
         self.place()
 
     def observe(self, observer: Callable[[Tensor], None]) -> None:
-        """Call `observer` with every gradient as it comes."""
+        """Call `observer` with every gradient as it arrives."""
         self._observer = observer
 
     def place(self) -> None:
@@ -87,7 +87,7 @@ class UnitGradients:
         self._open_views = []
 
     def forget_dropped(self) -> bool:
-        """Forget gradients of a `no_sync` backward that users have dropped; whether others wait to be reduced."""
+        """Forget gradients of a `no_sync` backward that users have dropped. Returns whether others still wait."""
         if not (self._written or self._late or self._penalties or self.apart):  # asked for every unit in every step
             return False
         self.forget([key for key in self.keys if WaitingGradient.was_dropped(self._face(key))])
@@ -102,13 +102,13 @@ class UnitGradients:
         return self.groups[key[0]].sharded[key[1]]
 
     def show_waiting(self) -> None:
-        """A backward inside `no_sync` is over: show a placeholder in `.grad` for what waits. No communication."""
+        """At the end of a backward inside `no_sync`, show placeholders in `.grad` for what waits. No communication."""
         for key in self._waiting:
             WaitingGradient.show(self._face(key))
 
     def hide_waiting(self) -> None:
-        """A backward begins: `.grad` holds what was reduced before, which the coming sum is added to. No
-        communication."""
+        """When a backward begins, have `.grad` hold what was reduced before again, so that the next sum is added to it.
+        No communication."""
         if self.forget_dropped():
             for key in self.keys:
                 WaitingGradient.hide(self._face(key))
@@ -126,33 +126,33 @@ class UnitGradients:
                 group.gradients.read_ahead()
 
     def close(self) -> None:
-        """Give up the slot. Callers see to it that no gradient in it is wanted any more."""
+        """Free the slot. Callers make sure that no gradient in it is needed any more."""
         if self.slot is not None:
             self.slot.free()
             self.slot = None
 
     def keep(self, slot: Slot[Any] | None) -> None:
-        """Set the slot of this unit alone; None: give it up."""
+        """Set the reduce slot of this unit alone; None: it has none any more."""
         self.own_slot = slot
 
     def forget_slots(self) -> None:
-        """Let go of everything that lies in an arena."""
+        """Drop all reduce slots, and what lies in them or apart."""
         self.slot = self.own_slot = self.apart = None
         self._views.clear()
         self._open_views = []
 
     def reduce_as(self, reducing: Reducing, scaled: ScaledAddition) -> None:
-        """From now on. No communication."""
+        """Set what reductions make of gradients, and what adds these, from now on. No communication."""
         self.reducing, self.scaled = reducing, scaled
 
     def collect_apart(self) -> Apart:
-        """Have the memory for slices apart."""
+        """Return `apart`, allocated if there is none."""
         self.apart = self.apart or Apart(self.groups)
         return self.apart
 
     def add(self, key: Key, grad: Tensor) -> None:
-        """Add grad, cast, to its place in the slot, or beside if there is none; the first one overwrites. On a device
-        it need not be there before `scaled.flush()`."""
+        """Add `grad`, cast, to its place in the slot, or to memory of its own if there is no slot; the first one
+        overwrites. On a device it may be copied only in `scaled.flush()`."""
         if self._observer is not None:
             self._observer(grad)
         if grad.is_sparse:
@@ -170,15 +170,15 @@ class UnitGradients:
             self._written.add(key)
         (self.scaled.write if is_first else self.scaled.add)(view, grad)
         if self.slot is None:
-            self.scaled.flush()  # it may join a slot at any time
+            self.scaled.flush()  # a late gradient may join a slot at any time
 
     def add_penalty(self, key: Key, piece: Tensor) -> None:
-        """Add a penalty's gradient: this rank's piece, the mean over all ranks already."""
+        """Add a penalty's gradient: this rank's piece, which is the mean over all ranks already."""
         self._used[key] += 1
         self._penalties[key] = self._penalties[key].add_(piece) if key in self._penalties else piece
 
     def complete(self) -> Slot[Any]:
-        """Make the slot ready to be reduced and take it off the unit. Gradients that did not come are zeros."""
+        """Take the slot off the unit and return it, ready to be reduced: gradients that did not arrive are zeros."""
         slot = self.slot
         assert slot is not None
         assert not self._late, "late gradients join a slot when it is opened"
@@ -203,7 +203,7 @@ class UnitGradients:
             torch._foreach_zero_(missing)
 
     def _views_of(self, slot: Slot[Any]) -> list[list[Tensor]]:
-        """Where gradients go in `slot`, by group; cached; nothing for frozen groups."""
+        """Return views of the places of gradients in `slot`, by group; cached; none for frozen groups."""
         views = self._views.get(id(slot))
         if views is None:
             views = [group.gradient_views(slot) if group.trainable else [] for group in self.groups]
@@ -213,13 +213,13 @@ class UnitGradients:
     # Handing out ------------------------------------------------------------------------------------------------------
 
     def fates(self) -> bytes:
-        """On this rank, by key."""
+        """Return the `Fate` of each parameter's gradient on this rank, one byte each, in the order of `keys`."""
         if self._written or self._late or self.apart is not None:
             return bytes(map(self._fate, self.keys))
         return bytes([key in self._used for key in self.keys])  # UNUSED or REDUCED: nothing waits
 
     def arrivals(self, key: Key) -> int:
-        """How many gradients of the parameter came on this rank."""
+        """Return how many gradients of the parameter have arrived on this rank."""
         return self._used.get(key, 0)
 
     def _fate(self, key: Key) -> Fate:
@@ -252,14 +252,14 @@ class UnitGradients:
             group.gradients.end_backward()
 
     def keep_apart(self, fates: Sequence[int]) -> None:
-        """What was reduced in the shard group waits for the replicas. No communication."""
+        """Let what was reduced in the shard group wait for the replicas. No communication."""
         assert self.apart is not None
         self.apart.keys.update(key for key, fate in zip(self.keys, fates, strict=True) if fate != Fate.UNUSED)
         self._used.clear()
         self.show_waiting()
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """Drop these gradients, as far as they are not handed out. No communication."""
+        """Drop these gradients unless they have been handed out. No communication."""
         for key in keys:
             self._late.pop(key, None)
             self._penalties.pop(key, None)
@@ -269,11 +269,11 @@ class UnitGradients:
         self._written.difference_update(keys)
 
     def abandon(self) -> None:
-        """Backward raised: drop everything that was not handed out."""
+        """Drop everything that was not handed out, after a backward that raised."""
         self.close()
         self.forget(self.keys)
         self.apart = None
         for group in self.groups:
             group.gradients.end_backward()
             for leaf in group.leaves:
-                leaf.grad = None  # which an interrupt may have kept from its hook
+                leaf.grad = None  # its hook takes it, unless an interrupt came first

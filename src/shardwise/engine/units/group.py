@@ -25,7 +25,7 @@ from shardwise.sharded.placement import Placement
 
 
 class Group:
-    """Both faces of its parameters: the one for modules to compute with, the one for optimizers to update."""
+    """One group: its layout, its shard, and both faces of its parameters, for modules and for optimizers."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class Group:
         stores: Stores = ON_DEVICE,
         align: int = 1,
     ) -> None:
-        """`stores`: what has its shard and gradient between uses. `align`: elements at whose multiples parameters and
-        slices begin, beside what the dtypes want."""
+        """`stores`: where its shard and gradient rest between uses. `align`: parameters and slices start on multiples
+        of so many elements, as well as on those that the dtypes require."""
         self.dtypes = dtypes
         self.align = align
         self.collectives = collectives
@@ -51,11 +51,11 @@ class Group:
         self.unsharded_start = 0
         """Byte offset of this group in the slot that its unit is unsharded in."""
         self.gathered_start = 0
-        """Byte offset of the gathered bytes: the same place, unless they are decoded into it."""
+        """Byte offset in that slot of the gathered bytes: the same, unless parameters are decoded from them."""
         self.gradients_start = 0
         """Byte offset of this group in its unit's reduce slot."""
         self.home = stores.home_of_shard(dtypes.kept_numel(self.layout.shard_numel), dtypes.kept)
-        """Where the shard is between uses; None: in memory."""
+        """Where the shard rests between uses; None if it stays in memory."""
         self.counter: Tensor | SliceHome
         """The shard, or its home: either has a `_version` that grows with each write."""
         self.device: torch.device
@@ -66,19 +66,20 @@ class Group:
         self.gradients = GradientShard(self.layout.shard_numel, dtypes.master, self.sharded, stores.gradients)
         self._placeholders: list[Tensor] = []
         self._places: list[tuple[nn.Module, str, nn.Parameter, ShardedParameter]] = []
-        """Where modules hold one face or the other."""
+        """Every attribute of a module that holds one face or the other: (module, name, leaf, outer face)."""
 
     # Sizes ------------------------------------------------------------------------------------------------------
 
     def place_unsharded(self, start_bytes: int) -> int:
-        """Lie in the unit's slot from byte `start_bytes` on, in the compute dtype. Returns where the next group may."""
+        """Place the group in its unit's slot from byte `start_bytes` on, in the compute dtype. Returns where the next
+        group may start."""
         self.unsharded_start = start_bytes
         self.gathered_start, end_bytes = self.dtypes.places(start_bytes, self.layout.numel)
         return end_bytes
 
     def place_gradients(self, start_bytes: int) -> int:
-        """Likewise in the unit's reduce slot, in the reduce dtype, if the group is trainable. A rank's slice of it is
-        aligned as well. A group of empty parameters takes some room, so that the unit has a slot."""
+        """Place its gradients likewise in the unit's reduce slot, in the reduce dtype, if it is trainable. Each rank's
+        slice is aligned as well. A group of empty parameters takes some bytes, so that the unit has a slot."""
         self.gradients_start = start_bytes
         if not self.trainable:
             return start_bytes
@@ -87,25 +88,25 @@ class Group:
 
     @property
     def is_whole(self) -> bool:
-        """Modules compute with the shard itself: a shard group of one and no cast, or no elements."""
+        """Whether modules compute with the shard itself: a shard group of one, no offload, no cast; or no elements."""
         in_memory = self.layout.world_size == 1 and self.home is None
         return self.layout.numel == 0 or (in_memory and self.dtypes.kept == self.dtypes.compute)
 
     @property
     def trainable(self) -> bool:
-        """Whether any parameter of the group wants a gradient, as of the last step's or backward's begin."""
+        """Whether any parameter of the group requires a gradient, as of the beginning of the last step or backward."""
         faces = self.leaves or self.originals
         return any(parameter.requires_grad for parameter in faces)
 
     @property
     def placeholder_bytes(self) -> int:
-        """What the leaves hold while nothing is unsharded: one element each."""
+        """Bytes that the leaves hold while the unit is sharded: one element each."""
         return sum(placeholder.itemsize for placeholder in self._placeholders)
 
     @property
     def shard(self) -> Tensor:
-        """This rank's slice of the flat buffer: 1-D, master dtype (or bytes: `kept.py`). From disk it is here while
-        there is a view of it."""
+        """This rank's slice of the flat buffer: 1-D, master dtype (or bytes: `kept.py`). An offloaded one is loaded,
+        and stays in memory while there is a view of it."""
         return self.counter if isinstance(self.counter, Tensor) else self.counter.flat()
 
     @property
@@ -114,7 +115,7 @@ class Group:
         return self.dtypes.kept_numel(self.layout.shard_numel) * self.dtypes.kept.itemsize
 
     def come(self) -> Tensor:
-        """Have the shard in memory while what this returns is held. Not to be read: that is what `shard` is for."""
+        """Load the shard, and keep it in memory while the returned tensor is held. Read `shard`, not that tensor."""
         return self.counter if isinstance(self.counter, Tensor) else self.counter.come()
 
     # Building ---------------------------------------------------------------------------------------------------
@@ -125,9 +126,9 @@ class Group:
         """Cut the originals (full, on any real device) into this rank's shard and free them. No communication.
 
         Args:
-            storage: where the shard is to lie (shard_numel elements of the master dtype); new memory by default.
-            values: where originals may lack memory: their full tensors, asked for one at a time, and only those that
-                this rank holds a part of.
+            storage: memory for the shard (shard_numel elements of the master dtype); new memory by default.
+            values: returns the full tensors, if originals may lack memory. Asked for one parameter at a time, and only
+                for those that this rank holds a part of.
         """
         self.device = device
         if self.home is not None:
@@ -137,7 +138,7 @@ class Group:
             storage = torch.zeros(numel, dtype=self.dtypes.kept, device=device)
         self.counter = self.home or storage  # type: ignore[assignment]
         coder = self.dtypes.coder(device)
-        shard = self.shard  # held, so that from disk it stays here until all of it is written
+        shard = self.shard  # held, so that an offloaded one stays in memory until all of it is written
         for index, original in enumerate(self.originals):
             fragment = self.layout.fragment(index, self.collectives.rank)
             placement = Placement(self.layout, index, self.collectives)
@@ -160,8 +161,7 @@ class Group:
             module._parameters[name] = sharded  # type: ignore[assignment]
 
     def rebase(self, names: Mapping[nn.Module, str], collectives: Collectives) -> None:
-        """The group now belongs to a model in which modules have these names, sharded over `collectives`. No
-        communication."""
+        """Move the group to a model whose modules have these `names`, sharded over `collectives`. No communication."""
         self.collectives = collectives
         self.fqns = [f"{names[site.module]}.{site.name}".lstrip(".") for site, *_ in self.sites]
         entries = tuple(replace(entry, fqn=fqn) for entry, fqn in zip(self.layout.entries, self.fqns, strict=True))
@@ -173,7 +173,7 @@ class Group:
     # Faces ------------------------------------------------------------------------------------------------------
 
     def show_leaves(self) -> None:
-        """Let modules hold the full parameters. Raises UsageError if one holds something that is not ours."""
+        """Let modules hold the full parameters. Raises UsageError if one holds something other than our outer face."""
         for module, name, leaf, sharded in self._places:
             held: dict[str, Any] = module._parameters
             if held.get(name) is not sharded:
@@ -181,24 +181,24 @@ class Group:
             held[name] = leaf
 
     def show_sharded(self) -> None:
-        """Let modules hold the sharded parameters again; something that was put there meanwhile stays."""
+        """Let modules hold the sharded parameters again; whatever else was put there meanwhile stays."""
         for module, name, leaf, sharded in self._places:
             held: dict[str, Any] = module._parameters
             if held.get(name) is leaf:
                 held[name] = sharded
 
     def point_at(self, views: Sequence[Tensor]) -> None:
-        """Point the leaves at a slot."""
+        """Point the leaves at `views` of a slot."""
         for leaf, view in zip(self.leaves, views, strict=True):
             leaf.data = view
 
     def point_at_placeholders(self) -> None:
-        """Point the leaves at full shapes of one NaN, without memory."""
+        """Point the leaves at one NaN each, expanded to the full shape."""
         for leaf, placeholder in zip(self.leaves, self._placeholders, strict=True):
             leaf.data = placeholder
 
     def follow_requires_grad(self) -> bool:
-        """Carry `requires_grad_()` calls over from the outer face; whether anything changed."""
+        """Carry `requires_grad_()` calls over from outer faces to leaves. Returns whether anything changed."""
         changed = False
         for leaf, sharded in zip(self.leaves, self.sharded, strict=True):
             if leaf.requires_grad is not sharded.requires_grad:
@@ -209,23 +209,23 @@ class Group:
     # Views ------------------------------------------------------------------------------------------------------
 
     def unsharded_views(self, slot: Slot[Any]) -> list[Tensor]:
-        """The parameters in the slot of an unsharded unit, full shapes, compute dtype."""
+        """Return views of the parameters in the slot of an unsharded unit, full shapes, compute dtype."""
         return self._views(slot.flat(self.unsharded_start, self.layout.numel, self.dtypes.compute))
 
     def flat_gradients(self, slot: Slot[Any]) -> Tensor:
-        """All gradients in a reduce slot, 1-D, reduce dtype."""
+        """Return a view of all gradients in a reduce slot, 1-D, reduce dtype."""
         return slot.flat(self.gradients_start, self.layout.numel, self.dtypes.reduce)
 
     def gradient_views(self, slot: Slot[Any]) -> list[Tensor]:
-        """The gradients in a reduce slot, full shapes, reduce dtype."""
+        """Return views of the gradients in a reduce slot, full shapes, reduce dtype."""
         return self._views(self.flat_gradients(slot))
 
     def send(self, place: Tensor, piece: Tensor) -> None:
-        """Write this rank's slice where it is gathered from."""
+        """Write this rank's slice, cast, to the place in a slot from which it is gathered."""
         place.copy_(piece)
 
     def slice_in(self, slot: Slot[Any]) -> Tensor:
-        """This rank's slice in a slot that has room for the unit's slices alone, 1-D, reduce dtype."""
+        """Return a view of this rank's slice in a slot that holds slices only, 1-D, reduce dtype."""
         return slot.flat(self.gradients_start // self.layout.world_size, self.layout.shard_numel, self.dtypes.reduce)
 
     def _views(self, flat: Tensor) -> list[Tensor]:

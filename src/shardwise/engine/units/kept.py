@@ -1,5 +1,5 @@
-"""How a group's numbers are kept and travel: in a dtype each, or as blocks of few bits that are decoded where they are
-computed with."""
+"""How a group's numbers are kept and gathered: each in a dtype, or as blocks of few bits that are decoded in the slot
+after the gather."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ ALIGN_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """In which dtype a group is kept, computes and is reduced."""
+    """The dtypes that a group is kept in, computes in and is reduced in."""
 
     master: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
     bits: str | None = None
-    """Kept and gathered in blocks of that kind (`sharded.blocks`), which stand for numbers of the master dtype."""
+    """Kind of the blocks (`sharded.blocks`) that it is kept and gathered in, which stand for master-dtype numbers; or
+    None."""
     travels: torch.dtype | None = None
-    """What its class makes of it on its way (`extended.py`), cut in whole rows."""
+    """Dtype that the parameter's class makes of it for the gather (`extended.py`), cut into whole rows; or None."""
     is_apart: bool = False
-    """What is computed with then lies beside what came."""
+    """Whether the tensor that is computed with then lies beside what was gathered."""
 
     @property
     def align(self) -> int:
-        """Elements that make ALIGN_BYTES in the narrowest of the three; of blocks, whose bytes are even, so many that
-        their bytes are a multiple of it."""
+        """Elements that make ALIGN_BYTES in the narrowest of the three. For blocks, each of an even number of bytes, as
+        many elements as make the blocks' bytes a multiple of ALIGN_BYTES."""
         if self.bits is not None:
             return BLOCK_NUMEL * ALIGN_BYTES // 2
         if self.travels is not None:
@@ -47,21 +48,21 @@ class Dtypes:
 
     @property
     def kept(self) -> torch.dtype:
-        """Of the shard: the master dtype, or bytes of blocks."""
+        """Dtype of the shard: the master dtype, or bytes of blocks."""
         return self.master if self.bits is None else torch.uint8
 
     @property
     def gathered(self) -> torch.dtype:
-        """Of what travels: the compute dtype, bytes of blocks, or what its class makes of it."""
+        """Dtype of what is gathered: the compute dtype, bytes of blocks, or what the parameter's class makes of it."""
         return self.travels or (self.compute if self.bits is None else torch.uint8)
 
     def kept_numel(self, numel: int) -> int:
-        """Elements of `kept`, or of `gathered`, that stand for `numel`, which `align` divides."""
+        """Return how many elements of `kept`, or of `gathered`, stand for `numel` numbers; `align` divides `numel`."""
         return numel if self.bits is None else numel // BLOCK_NUMEL * block_bytes(self.bits)
 
     def places(self, start_bytes: int, numel: int) -> tuple[int, int]:
-        """Where what is gathered lies in a slot in which numbers lie from `start_bytes` on, and where both end: at the
-        numbers' own place, or behind it."""
+        """Return where the gathered bytes start in a slot whose numbers start at `start_bytes`, and where both end. The
+        gathered bytes lie in the place of the numbers, or behind it."""
         gathered_bytes = round_up(self.kept_numel(numel) * self.gathered.itemsize, SLOT_ALIGN_BYTES)
         if self.bits is None and not self.is_apart:
             return start_bytes, start_bytes + gathered_bytes
@@ -69,12 +70,12 @@ class Dtypes:
         return end, end + gathered_bytes
 
     def coder(self, device: torch.device) -> Coder | None:
-        """Of the blocks, if these are kept."""
+        """Return the coder of the blocks; None if the group is not kept in blocks."""
         return None if self.bits is None else Coder.on(device, self.bits)
 
 
 class Keeper(Protocol):
-    """What keeps numbers in one of these ways: a group."""
+    """A group, as far as it keeps numbers in one of these ways."""
 
     dtypes: Dtypes
     layout: FlatLayout
@@ -84,13 +85,13 @@ class Keeper(Protocol):
 
     @property
     def shard(self) -> Tensor:
-        """This rank's."""
+        """This rank's slice."""
 
 
 def outer_face(
     shard: Tensor | Home, dtypes: Dtypes, coder: Coder | None, placement: Placement, requires_grad: bool
 ) -> ShardedParameter:
-    """Of a parameter, over its piece of the shard, or of what that is in between uses."""
+    """Make a parameter's outer face, over its piece of the shard or of the home in which that rests."""
     if dtypes.bits is not None and coder is not None:
         blocks = blocks_of(shard, placement.fragment, dtypes.bits) if isinstance(shard, Tensor) else shard
         return FewBitsParameter(blocks, coder, dtypes.master, placement)
@@ -102,7 +103,7 @@ def outer_face(
 
 @torch.no_grad()
 def decode(group: Keeper, slot: Slot[Any]) -> None:
-    """Make numbers of the blocks that were gathered into a slot. Only of a group that keeps blocks."""
+    """Decode the blocks that were gathered into a slot. Only for a group that is kept in blocks."""
     numel, bits = group.layout.numel, group.dtypes.bits
     assert bits is not None
     faces = [face for face in group.sharded if isinstance(face, FewBitsParameter)]
@@ -117,7 +118,7 @@ def decode(group: Keeper, slot: Slot[Any]) -> None:
 
 
 def copy_numbers(target: Keeper, source: Keeper) -> None:
-    """Have a group keep the numbers of one that is alike. No communication."""
+    """Copy the numbers of a group to one of the same layout and dtypes. No communication."""
     target.shard.copy_(source.shard)
     for own, theirs in zip(target.sharded, source.sharded, strict=True):
         if isinstance(own, FewBitsParameter) and isinstance(theirs, FewBitsParameter):

@@ -14,8 +14,8 @@ What holds in each state:
 | UNSHARDED | ours, full parameters | views of the slot | the outer face |
 | IN_USE | ours, full parameters | views of the slot | the leaf |
 
-Only methods of this class change the state, and each asserts the state that it starts from. Which slot, and when, is
-the `Unsharder`'s affair. Pinned parameters (nothing to gather: the slot is the shard itself) stay UNSHARDED.
+Only methods of this class change the state, and each asserts the state that it starts from. The `Unsharder` decides
+which slot, and when. Pinned parameters (nothing to gather: the slot is the shard itself) stay UNSHARDED.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class ParameterState(enum.Enum):
     """Where a unit's parameters are."""
 
-    __hash__ = object.__hash__  # enum's own is written in Python, and a step looks moves up by the thousand
+    __hash__ = object.__hash__  # enum's own is written in Python, and a step looks up thousands of moves
     SHARDED = "sharded"
     """Only this rank's slice exists."""
     UNSHARDING = "unsharding"
@@ -69,24 +69,24 @@ class UnitParameters:
         self.state = ParameterState.SHARDED
         self.slot: Slot[Any] | None = None
         self.is_pinned = all(group.is_whole for group in groups)
-        """Nothing to gather: the slot is the shard itself (a shard group of one and no cast, or no elements)."""
+        """Whether there is nothing to gather: the slot is the shard itself (`Group.is_whole` for every group)."""
         self.compute_dtypes = frozenset(group.dtypes.compute for group in groups)
         self.unsharded_bytes = 0
-        """In a slot, in the compute dtype."""
+        """Bytes that the unit takes in a slot, in the compute dtype."""
         for group in groups:
             self.unsharded_bytes = group.place_unsharded(self.unsharded_bytes)
         self.leaf_ids: frozenset[int] = frozenset()
-        """Of the leaves that modules compute with."""
+        """`id`s of the leaves that modules compute with."""
         self._work: Work = FINISHED
         self._steps = 0
-        """Optimizer steps seen; fused ones bump no tensor's version."""
+        """Number of optimizer steps seen: fused optimizers do not increase a tensor's `_version`."""
         self._unsharded_version = -1
         """Version of the weights that lie in the slot."""
         self._primary: Slices | None = None
         self._secondary: Slices | None = None
         self._pinned_bytes: Tensor | None = None
         self._views: dict[int, tuple[int, list[list[Tensor]]]] = {}
-        """By slot: its generation, and the full parameters in it, by group."""
+        """By `id` of a slot: its generation, and views of the full parameters in it, by group."""
         self.writes = GatheredWrites(groups)
         self._observer: Callable[[ParameterState, ParameterState], None] | None = None
 
@@ -111,34 +111,34 @@ class UnitParameters:
         return self._steps + sum(group.counter._version for group in self.groups)
 
     def stepped(self) -> None:
-        """An optimizer has updated the shards."""
+        """Note that an optimizer has updated the shards."""
         self._steps += 1
 
     def wait_for(self, work: Work) -> None:
-        """Gathers from now on wait for `work`, which may have written the shards."""
+        """Have later gathers wait for `work`, which may have written the shards."""
         if self._primary is not None:
             self._primary.were_written(self.version, work)
 
     def _note_writes(self, version: int) -> None:
-        """Have gathers wait for what has written the shards so far, if something has since that was noted last."""
+        """Have gathers wait for all work enqueued so far, if the shards were written since this was last noted."""
         if self._primary is not None and self._primary.version != version:
             self._primary.were_written(version, self._primary.collectives.mark())
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the slot holds the weights of now."""
+        """Whether the slot holds the present weights."""
         return self.is_pinned or self._unsharded_version == self.version
 
     @property
     def has_secondary(self) -> bool:
-        """Whether the smaller group of ranks holds the weights of now."""
+        """Whether there is a secondary shard and it holds the present weights."""
         return self._secondary is not None and self._secondary.version == self.version
 
     # Building ---------------------------------------------------------------------------------------------------------
 
     @property
     def shard_bytes(self) -> int:
-        """Memory of this rank's slices, those over the smaller group of ranks included."""
+        """Bytes of this rank's slices in memory, those of the secondary shard included."""
         if self._pinned_bytes is not None:
             return self._pinned_bytes.nbytes
         kept = [group.shard_bytes for group in self.groups if group.home is None]
@@ -146,7 +146,7 @@ class UnitParameters:
 
     @property
     def secondary(self) -> Sequence[Tensor]:
-        """By group: this rank's slice over the smaller group of ranks, from which backward gathers; or nothing."""
+        """The secondary shard, from which backward gathers: this rank's slice of each group; empty if there is none."""
         return () if self._secondary is None else self._secondary.pieces
 
     def shard(self, device: torch.device, values: Values | None = None) -> None:
@@ -163,13 +163,13 @@ class UnitParameters:
         self.move_to(self.groups[0].collectives if self.groups else None)
 
     def move_to(self, collectives: Collectives | None) -> None:
-        """The slices are over that group of ranks (the same ones). No communication."""
+        """Gather over `collectives` from now on: another object for the same ranks. No communication."""
         if collectives is not None:
             self._primary = Slices(self.groups, collectives, None)
             self._note_writes(self.version)
 
     def pin(self, collectives: Collectives, holder: object) -> Slot[Any]:
-        """Make the shard the slot, for good. Only where `is_pinned`."""
+        """Make the shard itself the slot, for good. Only if `is_pinned`."""
         assert self._pinned_bytes is not None
         self.slot = Slot(collectives, Buffer(self._pinned_bytes, BufferKind.GATHER, -1), holder)
         self._show_views()
@@ -178,7 +178,7 @@ class UnitParameters:
         return self.slot
 
     def allocate_secondary(self, collectives: Collectives) -> None:
-        """Room for a slice over the smaller group of ranks. No communication."""
+        """Allocate the secondary shard, over the smaller group of ranks. No communication."""
         numels = [group.dtypes.kept_numel(group.layout.numel // collectives.world_size) for group in self.groups]
         pieces = [
             torch.empty(numel, dtype=group.dtypes.gathered, device=group.device)
@@ -187,7 +187,7 @@ class UnitParameters:
         self._secondary = Slices(self.groups, collectives, pieces)
 
     def forget_slots(self) -> None:
-        """Let go of everything that lies in an arena, and of a slot that is the shard itself."""
+        """Drop everything that lies in an arena, and a slot that is the shard itself."""
         if self.slot is not None:
             self._move(ParameterState.SHARDED)
             self.slot.free()
@@ -198,12 +198,12 @@ class UnitParameters:
     # Unsharding: each step is called in graph order, alike on every rank ---------------------------------------------
 
     def read_ahead(self) -> None:
-        """Have the disk begin to read the shards that rest there."""
+        """Begin to load the shards that rest on a medium."""
         for home in [group.home for group in self.groups if group.home is not None]:
             home.read_ahead()
 
     def slices_for(self, slot: Slot[Any]) -> Slices:
-        """What an unshard into the slot starts from."""
+        """Return the slices that a gather into `slot` starts from: secondary ones in a slot over the smaller group."""
         secondary = self._secondary
         slices = secondary if secondary is not None and slot.collectives is secondary.collectives else self._primary
         assert slices is not None
@@ -228,7 +228,7 @@ class UnitParameters:
             if group.dtypes.bits is not None:
                 decode(group, self.slot)
         self._show_views()
-        self.slot.expect_references()  # leaves and cached views: one more, at reshard, is a view that somebody keeps
+        self.slot.expect_references()  # leaves and cached views: one more at reshard is a view that somebody keeps
         self._move(ParameterState.UNSHARDED)
 
     def _show_views(self) -> None:
@@ -238,7 +238,7 @@ class UnitParameters:
     def show_unsharded(self) -> None:
         """Let modules hold the full parameters."""
         self.writes.begin()
-        self._move(ParameterState.IN_USE)  # first: where this is interrupted, all are shown the other way again
+        self._move(ParameterState.IN_USE)  # first, so that after an interrupt in the loop `show_sharded` is called
         for group in self.groups:
             group.show_leaves()
 
@@ -249,7 +249,7 @@ class UnitParameters:
         self._move(ParameterState.UNSHARDED)
 
     def store_secondary(self) -> None:
-        """Keep this rank's slices over the smaller group of ranks, for backward. Only while unsharded."""
+        """Copy this rank's secondary shard out of the slot, for backward. Only while unsharded."""
         if self._secondary is not None and self.slot is not None:
             self._secondary.read_from(self.slot, self._unsharded_version)
 
@@ -258,7 +258,7 @@ class UnitParameters:
         holds a view of it, so the storage is theirs and the slot goes on with another."""
         slot = self.slot
         assert slot is not None
-        is_referenced = slot.is_referenced  # while the leaves still point there, as when references were expected
+        is_referenced = slot.is_referenced  # asked before the leaves leave it: they count as expected
         for group in self.groups:
             group.point_at_placeholders()
         if is_referenced:
@@ -269,11 +269,11 @@ class UnitParameters:
         return slot, is_referenced
 
     def written_in_place(self) -> str | None:
-        """A parameter that was written since modules were let hold it."""
+        """Return the name of a parameter that was written since modules hold the full ones, or None."""
         return self.writes.found()
 
     def _views_of(self, slot: Slot[Any] | None) -> list[list[Tensor]]:
-        """The full parameters in a slot, by group; cached."""
+        """Return views of the full parameters in a slot, by group; cached."""
         assert slot is not None
         cached = self._views.get(id(slot))
         if cached is None or cached[0] != slot.generation:

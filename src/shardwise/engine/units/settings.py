@@ -1,5 +1,5 @@
-"""What a call of `shard` says of the units that it makes, besides the dtypes of their groups; and what may be changed
-of their reductions at any time."""
+"""Settings that a call of `shard` gives the units that it makes, besides the dtypes of their groups; and settings of
+their reductions, which may be changed at any time outside a backward."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class UnitSettings:
-    """Of one unit."""
+    """Settings of one unit."""
 
     resharding: bool | int = True
-    """After forward; a number: to groups of so many ranks."""
+    """Whether to reshard after forward; a number: to groups of so many ranks."""
     inputs: str | None = None
-    """Floating-point inputs of its module are cast to that dtype, by torch's name."""
+    """Torch's name of the dtype that floating-point inputs of its module are cast to; None: no cast."""
     output: str | None = None
-    """Likewise its output."""
+    """The same for its output."""
 
 
 PLAIN = UnitSettings()
@@ -26,16 +26,16 @@ PLAIN = UnitSettings()
 
 @dataclass(frozen=True, slots=True)
 class Reducing:
-    """What a unit's gradients become. Alike on every rank, and not changed inside a backward."""
+    """What reductions make of a unit's gradients. Alike on every rank, and not changed inside a backward."""
 
     now: bool = True
-    """Else they wait, unreduced, for a backward that reduces them."""
+    """Whether they are reduced in their own backward; else they wait, unreduced, for a later one that reduces them."""
     over_replicas: bool = True
-    """Else they wait, summed in the shard group, for a backward that sums them over the replicas too."""
+    """Whether they are summed over replicas; else they wait, summed in the shard group, for a later backward."""
     divisor: float | None = None
-    """Of the sum; None: the number of ranks."""
+    """What the sum is divided by; None: the number of ranks."""
     hook: Callable[[Tensor], None] | None = None
-    """Called with this rank's slice of what each reduction gives, which it may change."""
+    """Called with this rank's slice of each reduction's result, which it may change."""
 
 
 MEAN = Reducing()

@@ -1,4 +1,4 @@
-"""Which units share slots, and how large those are."""
+"""Size classes: which units share slots, and how large these slots are."""
 
 from __future__ import annotations
 

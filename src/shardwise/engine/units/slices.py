@@ -1,4 +1,4 @@
-"""This rank's slices of a unit: what its gathers start from."""
+"""This rank's slices of a unit, from which its gathers start."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class Slices:
-    """Of a unit over one group of ranks, by parameter group, and where they go in a slot."""
+    """The slices of a unit's groups over one group of ranks, and their places in a slot."""
 
     def __init__(self, groups: Sequence[Group], collectives: Collectives, own: Sequence[Tensor] | None) -> None:
-        """`own`: memory of their own; None: the groups' shards, wherever those are."""
+        """`own`: memory for the slices, those of a secondary shard; None: they are the groups' shards."""
         self.collectives = collectives
         self._groups = groups
         self._own = own
         if own is None and not any(group.home for group in groups):
             self._own = [group.shard for group in groups]
-        """None: they come when they are asked for."""
+        """The slices, by group; None if some rest on a medium, and so are loaded when they are asked for."""
         self.version = -1
-        """Of the weights that are in them."""
+        """Version of the weights in the slices."""
         self._written: Work = FINISHED
         numels = [group.dtypes.kept_numel(group.layout.numel // collectives.world_size) for group in groups]
         self.spans = tuple(
@@ -40,17 +40,17 @@ class Slices:
 
     @property
     def pieces(self) -> Sequence[Tensor]:
-        """By group. Shards that rest elsewhere come now, and stay while there is a view of them; UsageError if that
-        fails."""
+        """The slices, by group. Shards that rest on a medium are loaded, and stay in memory while there is a view of
+        them. Raises UsageError if loading fails."""
         return [group.shard for group in self._groups] if self._own is None else self._own
 
     def come(self) -> Sequence[Tensor]:
-        """Have shards that rest elsewhere come to memory, and stay while what this returns is held. Raises UsageError
-        if that fails."""
+        """Load shards that rest on a medium, and keep them in memory while the returned tensors are held. Raises
+        UsageError if loading fails."""
         return [group.come() for group in self._groups] if self._own is None else ()
 
     def were_written(self, version: int, work: Work) -> None:
-        """`work` has put weights of that version into them: copies wait for it, and for nothing later."""
+        """Note that `work` wrote weights of that version into the slices: copies wait for it, and for nothing later."""
         self.version = version
         self._written = work
 
@@ -61,7 +61,7 @@ class Slices:
                 group.send(slot.flat(*place), piece)
 
     def read_from(self, slot: Slot[Any], version: int) -> None:
-        """Take the slices out of a slot with weights of that version."""
+        """Copy the slices out of a slot that holds weights of that version."""
         for piece, place in zip(self.pieces, self._places, strict=True):
             piece.copy_(slot.flat(*place))
         self.were_written(version, self.collectives.mark())

@@ -38,23 +38,23 @@ class Listener(Protocol):
         """Whether a forward of the model is under way, or a backward, which may recompute one."""
 
     def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """A forward begins. Returns its arguments."""
+        """Called when a forward begins. Returns its arguments."""
 
     def post_forward(self, unit: Unit, output: object) -> object:
-        """A forward is over, or raised (then `output` is None). Returns its output."""
+        """Called when a forward is over, or raised (then `output` is None). Returns its output."""
 
     def lend(self, unit: Unit) -> bool:
-        """An operation needs whole parameters of the unit, outside a call of it. Returns whether they can be had."""
+        """Unshard the unit for an operation outside a call of it. Returns False where that is not possible."""
 
     def on_gradient(self, unit: Unit, key: Key, grad: Tensor) -> None:
-        """Autograd has come to this rank's gradient of a parameter."""
+        """Called when autograd has computed this rank's gradient of a parameter."""
 
     def on_penalty(self, unit: Unit, key: Key, piece: Tensor) -> None:
-        """Autograd has brought a gradient to the outer face of a parameter."""
+        """Called when autograd has computed a gradient of the outer face of a parameter."""
 
 
 class Unit:
-    """The parameters of one module, or of several: their own (those of units below are theirs)."""
+    """The parameters of one module, or of several, without those that belong to units below."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Unit:
         states: StateStore | None = None,
     ) -> None:
         self.fqn = fqn
-        """Of the module, from the model that was sharded first; "" is that model itself. Several are joined by "+"."""
+        """Name of its module in the engine's model; "" is that model itself. Names of several are joined by "+"."""
         self.modules = tuple(modules)
         """One, or those that were sharded together."""
         self.has_several = len(self.modules) > 1
@@ -78,14 +78,14 @@ class Unit:
         """Position among the engine's units; orders everything that ranks must do alike."""
         self.parameters = UnitParameters(self.groups)
         self.keeps_params = settings.resharding is False or self.parameters.is_pinned
-        """Stays unsharded until the weights change."""
+        """Whether the unit stays unsharded until its weights change."""
         self.gradients = UnitGradients(self.groups)
         self.calls: UnitCalls[Unit] = UnitCalls()
         self.listener: Listener | None = None
         self.states = states
-        """What has the optimizer's state of its parameters between steps; None: memory. A copy's is in memory."""
+        """Where the optimizer state of its parameters rests between steps; None if in memory, as for copies."""
         self.rests_elsewhere = states is not None or any(group.home or group.gradients.store for group in self.groups)
-        """Its optimizer's state does, or some of its shards or gradients."""
+        """Whether its optimizer state, or some of its shards or gradients, rest on a medium between uses."""
         self._handles: list[RemovableHandle] = []
         self._hooked_leaves: set[int] = set()
 
@@ -110,12 +110,12 @@ class Unit:
                 sharded.unit = self
 
     def keep_after_forward(self, keeps: bool) -> None:
-        """Whether to stay unsharded after forward. Only while its engine has no slots."""
+        """Set whether the unit stays unsharded after forward. Only while its engine has no slots."""
         self.settings = replace(self.settings, resharding=not keeps)
         self.keeps_params = keeps or self.parameters.is_pinned
 
     def join(self, listener: Listener, index: int) -> None:
-        """Be the engine's unit number `index`, and report to it instead of any engine before."""
+        """Become unit number `index` of an engine, and report to it instead of to an earlier one."""
         self.index = index
         first = self.listener is None
         self.listener = listener
@@ -130,16 +130,16 @@ class Unit:
         self.hook_gradients()
 
     def lie_in(self, ancestors: Sequence[Unit]) -> None:
-        """The units around this one are now these, outermost first."""
+        """Set the units around this one, outermost first."""
         self.ancestors = tuple(ancestors)
 
     @property
     def module(self) -> nn.Module:
-        """The first one."""
+        """The first of its modules."""
         return self.modules[0]
 
     def rebase(self, names: Mapping[nn.Module, str], collectives: Collectives) -> None:
-        """Modules now have these names, in a model sharded over `collectives`. No communication."""
+        """Move to a model whose modules have these `names`, sharded over `collectives`. No communication."""
         self.fqn = "+".join(names[module] for module in self.modules)
         for group in self.groups:
             group.rebase(names, collectives)
@@ -147,17 +147,17 @@ class Unit:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to do for it where it is not the root."""
+        """Whether an engine has anything to do for it if it is not the root."""
         return bool(self.groups or self.settings.inputs or self.settings.output)
 
     def leave(self) -> None:
-        """Another engine takes the unit over, if there is anything to do for it."""
+        """Leave the engine. If another engine would have nothing to do for the unit, remove its forward hooks."""
         if not self.is_needed:
             for handle in self._handles:
                 handle.remove()
 
     def hook_gradients(self) -> None:
-        """Hook leaves that want gradients and are not hooked yet."""
+        """Hook the leaves that require gradients and are not hooked yet."""
         for g, group in enumerate(self.groups):
             for i, leaf in enumerate(group.leaves):
                 if leaf.requires_grad and id(leaf) not in self._hooked_leaves:
@@ -169,7 +169,7 @@ class Unit:
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward of its model is under way, this unit's or another's, or a backward, which may recompute
+        """Whether a forward of its model is under way, this unit's or another's; or a backward, which may recompute
         one."""
         return self.listener is not None and self.listener.runs_model
 
@@ -179,7 +179,7 @@ class Unit:
         return self.parameters.version
 
     def about_to_step(self) -> None:
-        """An optimizer is going to update the shards. Raises UsageError if gradients still wait to be reduced."""
+        """Called before an optimizer updates the shards. Raises UsageError if gradients still wait to be reduced."""
         if self.gradients.forget_dropped():
             raise UsageError(
                 f"optimizer.step() while gradients of unit {self.fqn!r} from a backward inside sw.no_sync wait to be "
@@ -187,22 +187,22 @@ class Unit:
             )
 
     def stepped(self) -> None:
-        """An optimizer has updated the shards."""
+        """Called after an optimizer has updated the shards."""
         self.parameters.stepped()
 
     def take_penalty(self, face: ShardedParameter, piece: Tensor) -> None:
-        """A gradient came to the outer face, from a penalty in the loss: the mean over the shard group. In backward."""
+        """Take the gradient of an outer face, from a penalty: a piece, the mean over the shard group. In backward."""
         assert self.listener is not None
         self.listener.on_penalty(self, self._key_of(face), piece)
 
     def take_gradient(self, face: ShardedParameter, grad: Tensor) -> None:
-        """This rank's full gradient came to the outer face, from an operation that read it."""
+        """Take this rank's full gradient of an outer face, from an operation that read it."""
         assert self.listener is not None
         self.listener.on_gradient(self, self._key_of(face), grad)
 
     def whole(self, face: ShardedParameter) -> Tensor | None:
-        """The full parameter, for an operation outside its module's forward: a view of the slot, in the compute dtype;
-        None where no forward or backward of the model is under way. Collective."""
+        """Return the full parameter, for an operation outside its module's forward: a view of the slot, in the compute
+        dtype; None if no forward or backward of the model is under way. Collective."""
         assert face.inner is not None
         return face.inner.detach() if self.listener is not None and self.listener.lend(self) else None
 
@@ -212,7 +212,7 @@ class Unit:
     # Hooks ------------------------------------------------------------------------------------------------------------
 
     def _gradient_hook(self, key: Key) -> Any:
-        this = weakref.ref(self)  # the collector cannot see through a tensor's hooks: the leaf would keep us for ever
+        this = weakref.ref(self)  # gc cannot see through a tensor's hooks: the leaf would keep the unit for ever
 
         def on_gradient(leaf: nn.Parameter) -> None:
             unit = this()

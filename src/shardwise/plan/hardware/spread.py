@@ -1,6 +1,6 @@
 """How far published throughputs are from their forecasts: the range of a forecast, by device.
 
-The data file is written by `python benchmarks/planner.py --spread` from published measurements and their forecasts.
+The data file is written by `python benchmarks planner --spread` from published measurements and their forecasts.
 """
 
 from __future__ import annotations

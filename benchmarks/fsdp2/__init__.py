@@ -1,1 +1,0 @@
-"""FSDP2's own tests, from a PyTorch source tree, on CPU ranks: `benchmarks/fsdp2_tests.py` runs them."""
