@@ -91,7 +91,7 @@ def test_a_checkpoint_without_its_manifest_is_none(
     save_file({"weight.exp_avg": torch.ones(3)}, path / left)
     for command in (["inspect", str(path)], ["convert", str(path), str(tmp_path / "x.pt")]):
         assert run(command) == 2
-        assert f"{path} has {left} and no manifest.json, so it is not a" in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match=f"has {left} and no manifest"):
+        assert f"{path} has {left} but no manifest.json, so it is not a" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=f"has {left} but no manifest"):
         sw.checkpoint.load_pretrained(path, sw.shard(torch.nn.LayerNorm(3)))
     assert not (tmp_path / "x.pt").exists()

@@ -102,7 +102,7 @@ def test_a_truncated_dcp_directory(tmp_path: Path) -> None:
     os.truncate(tmp_path / "c" / "__0_0.distcp", 1000)
     found = inspect(tmp_path / "c")
     assert isinstance(found, Inspection)
-    assert "__0_0.distcp is truncated: 1000 bytes" in found.damage[0]
+    assert "__0_0.distcp is truncated: it has 1000 bytes" in found.damage[0]
 
 
 def test_what_a_crash_left_and_runs(room: Path) -> None:

@@ -69,7 +69,7 @@ def test_groups(strategy: Any, shard_group: int | None, shards: int, replicas: i
         ({"shard_group": 4}, "needs strategy='hybrid_shard'"),
         ({"shard_group": 3, "strategy": "hybrid_shard"}, "does not divide 8 ranks .* 1, 2, 4, 8"),
         ({"reshard_after_forward": 3}, "does not divide the shard group of 8 ranks; use one of 1, 2, 4, 8"),
-        ({"microbatch": 2}, "unknown argument 'microbatch'; there are gpu, .*; did you mean micro_batch"),
+        ({"microbatch": 2}, "unknown argument 'microbatch'; the arguments are gpu, .*; did you mean micro_batch"),
     ],
 )
 def test_mistakes(arguments: dict[str, Any], message: str) -> None:

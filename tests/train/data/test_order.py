@@ -41,13 +41,13 @@ def test_the_order_is_the_one_that_earlier_runs_had() -> None:
         (Position(seed=4, epoch=0, sample=0, rows=8, digest="a"), r"data\.seed was 4 and is now 3"),
         (
             Position(seed=3, epoch=0, sample=0, rows=7, digest="b"),
-            r"had 7 rows \(digest b\) .* now has 8 rows \(digest a\)",
+            r"had 7 rows \(digest b\), .* now has 8 rows \(digest a\)",
         ),
         (
             Position(seed=3, epoch=0, sample=0, rows=8, digest="b"),
-            r"had 8 rows \(digest b\) .* now has 8 rows \(digest a\)",
+            r"had 8 rows \(digest b\), .* now has 8 rows \(digest a\)",
         ),
-        (Position(seed=3, epoch=0, sample=8), r"had more rows .* now has 8 rows"),
+        (Position(seed=3, epoch=0, sample=8), r"had more rows, .* now has 8 rows"),
     ],
 )
 def test_a_position_in_other_data_is_refused(position: Position, said: str) -> None:
