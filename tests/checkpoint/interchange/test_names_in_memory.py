@@ -262,7 +262,7 @@ def test_what_cannot_be_is_refused(entry: Any) -> None:
 def test_names_of_other_tensors_are_refused() -> None:
     (named,) = names_json.decode(json.dumps({"format": 1, "tensors": [WHOLE]}))
     for tensors in ({"b": torch.ones(5)}, {"c": torch.ones(4)}, {"b": torch.ones(4), "a": torch.ones(4)}):
-        with pytest.raises(ValueError, match="there (is|are)"):
+        with pytest.raises(ValueError, match=r"there (is|are)"):
             as_in_memory(Memory(tensors), [named])
     half = replace(named, places=(Place("b", (5,), named.places[0].runs),))
     with pytest.raises(ValueError, match="'b' is incomplete"):
