@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 def count(text: str) -> int:
     number = int(text) if text.isdecimal() else 0
     if not number:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
     return number
 
 

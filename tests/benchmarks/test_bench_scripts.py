@@ -100,7 +100,7 @@ def test_unknown_engine_is_one_line() -> None:
     assert done.stderr.startswith("error: unknown engine 'fsdp3'; known are alone, ddp")
     done = _run("peers", "--steps", "0")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "'0' is not a whole number from 1 on (see benchmarks peers --help)" in done.stderr
+    assert "'0': must be a whole number of at least 1 (see benchmarks peers --help)" in done.stderr
 
 
 def test_targets_compare_round_by_round() -> None:

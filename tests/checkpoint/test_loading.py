@@ -34,7 +34,10 @@ def saved(path: Path) -> None:
 @on_ranks(2)
 def test_what_is_missing_or_unexpected_is_named(tmp_path: Path) -> None:
     saved(tmp_path / "c")
-    for depth, message in ((5, r"missing from the checkpoint: blocks\.4"), (3, r"unexpected in it: blocks\.3")):
+    for depth, message in (
+        (5, r"missing from the checkpoint: blocks\.4"),
+        (3, r"unexpected in the checkpoint: blocks\.3"),
+    ):
         model = sw.shard(Net(depth=depth))
         optimizer = adamw(model.parameters())
         before = everything(model, optimizer)
@@ -87,7 +90,7 @@ def test_state_of_another_kind_of_optimizer(tmp_path: Path) -> None:
     model = sw.shard(Net(depth=4))
     other = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     before = everything(model, other)
-    with pytest.raises(CheckpointError, match="was saved with AdamW, and this is SGD"):
+    with pytest.raises(CheckpointError, match="was saved with AdamW, but this is SGD"):
         sw.checkpoint.load(tmp_path / "c", model, other)
     same(everything(model, other), before)
     assert set(other.param_groups[0]) == set(torch.optim.SGD([torch.zeros(1)]).param_groups[0])
@@ -151,7 +154,7 @@ def test_parameters_that_were_grouped_otherwise(tmp_path: Path) -> None:
         loaded, optimizer = resumed(tmp_path / "alike", strict)
         assert (loaded.missing, optimizer.param_groups[0]["lr"]) == ((), 0.1)
     with pytest.raises(
-        CheckpointError, match=r"parameters of 2 groups of .*, with options that differ, 'enter\.weight'"
+        CheckpointError, match=r"parameters of 2 groups of .* with different options, such as 'enter\.weight'"
     ):
         resumed(tmp_path / "apart", strict=True)
     loaded, optimizer = resumed(tmp_path / "apart", strict=False)
@@ -193,9 +196,7 @@ def test_another_kind_of_numbers_is_refused(stored: Tensor, here: Tensor, tmp_pa
     model = sw.shard(Beside(here))
     before = everything(model, adamw(model.parameters()))
     for strict in (True, False):
-        with pytest.raises(
-            CheckpointError, match=r"'beside' is stored as torch\.\w+ and 'beside' is of torch\.\w+ here"
-        ):
+        with pytest.raises(CheckpointError, match=r"'beside' is stored as torch\.\w+, but 'beside' is torch\.\w+ here"):
             sw.checkpoint.load(tmp_path / "c", model, strict=strict)
     same(everything(model, adamw(model.parameters())), before)
 
@@ -281,7 +282,7 @@ class TwoEnds(nn.Module):
 def test_two_tensors_are_not_loaded_into_one(tmp_path: Path) -> None:
     for rows, message in (
         (10, r"different numbers for 'embed\.weight' and 'head\.weight', which the model ties"),
-        (20, r"of another shape: head\.weight \(here \(10, 8\), stored \(20, 8\)\)"),
+        (20, r"with another shape: head\.weight \(here \(10, 8\), stored \(20, 8\)\)"),
     ):
         sw.checkpoint.save(tmp_path / str(rows), sw.shard(TwoEnds(False, rows)))
         model = sw.shard(TwoEnds(True))

@@ -220,7 +220,7 @@ def test_what_cannot_be_replaced_is_told_on_every_rank(tmp_path: Path) -> None:
     model, _ = build(Case("full_shard", 2))
     (tmp_path / "c").mkdir(exist_ok=True)
     (tmp_path / "c" / "mine").touch()
-    with pytest.raises(CheckpointError, match="is not a checkpoint, and overwrite=True replaces nothing else"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint, and overwrite=True replaces only checkpoints"):
         sw.checkpoint.save(tmp_path / "c", model, overwrite=True)
     with pytest.raises(UsageError, match="cannot be replaced in one step; save to another URL"):
         sw.checkpoint.save("memory://c", model, overwrite=True)

@@ -28,12 +28,12 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_configuration_that_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["convert", "ds_config.json", "out.toml"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("out.toml: a configuration of shardwise, from DeepSpeed's ds_config.json\n")
+    assert out.startswith("out.toml: a shardwise configuration, from DeepSpeed's ds_config.json\n")
     assert "To set: model.path, data.source.\n" in out
     config = load("out.toml")
     assert (config.train.lr, config.train.steps, config.train.global_batch, config.log.every) == (3e-5, 5000, 64, 100)
     assert (config.parallel.strategy, config.parallel.param_dtype) == ("full_shard", "bf16")
-    with pytest.raises(ConfigError, match=r"^model\.path is not set: name the model"):
+    with pytest.raises(ConfigError, match=r"^model\.path is not set: set it to the model"):
         check(config, 0)
     Path("config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=r"^data\.source is not set"):
@@ -51,8 +51,8 @@ def test_on_standard_output_with_the_notes_as_comments(capsys: pytest.CaptureFix
     assert load("out.toml").parallel.strategy == "shard_grad_op"
     assert load("out.toml").offload.optimizer == "cpu"
     assert "# To set: model.path, data.source, train.steps.\n" in text
-    assert "# Different: the optimizer's step is taken on the device" in text
-    assert "# Left to the program there, to our defaults here: " in text
+    assert "# Different: optimizer steps run on the device" in text
+    assert "# Left to the program there (auto), and to our defaults here: " in text
     assert run(["convert", "accelerate.yaml"]) == 0
     assert 'units = ["LlamaDecoderLayer", "LlamaMLP"]' in capsys.readouterr().out
 
@@ -60,12 +60,12 @@ def test_on_standard_output_with_the_notes_as_comments(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["convert", "ds_confg.json"], "there is no such file; did you mean ds_config.json?"),
+        (["convert", "ds_confg.json"], "ds_confg.json: no such file; did you mean ds_config.json?"),
         (["convert", "ds_config.json", "no/such/out.toml"], "no/such/out.toml cannot be written: No such file"),
-        (["convert", "ds_config.json", "--to", "hf"], "--to is for checkpoints, and ds_config.json is a configuration"),
+        (["convert", "ds_config.json", "--to", "hf"], "--to is for checkpoints, but ds_config.json is a configuration"),
         (["convert", "ds_config.json", "--max-file-bytes", "5"], "--max-file-bytes is for checkpoints"),
         (["convert", "step-100"], "TARGET is missing: shardwise convert step-100 TARGET"),
-        (["plan", "llama-3-8b", "--from", "ds_confg.json"], "there is no such file"),
+        (["plan", "llama-3-8b", "--from", "ds_confg.json"], "ds_confg.json: no such file"),
     ],
 )
 def test_mistakes(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +158,7 @@ def test_a_configuration_to_train_with_is_planned(capsys: pytest.CaptureFixture[
     assert (other.optimizer_in_backward, other.offload, other.strategy) == (False, None, None)
     Path("run.toml").write_text(RUN.replace("clip = 0", "clip = 1.0"))
     assert run(["plan", "--from", "run.toml"]) == 2
-    assert "the norm of all gradients is known when the last one has come" in capsys.readouterr().err
+    assert "the norm of all gradients is known only after the last gradient" in capsys.readouterr().err
     Path("run.toml").write_text(RUN.replace("[parallel]", '[parallel]\nbackend = "jax"'))
-    with pytest.raises(ConfigError, match="is planned with shardwise plan --backend jax"):
+    with pytest.raises(ConfigError, match="is planned only with shardwise plan --backend jax"):
         with_settings(Options(foreign=Path("run.toml")))

@@ -62,7 +62,7 @@ def test_a_dtype_that_is_left_open_is_said(tmp_path: Path, capsys: pytest.Captur
     with mock.patch.object(accelerators, "computes_in_bf16", return_value=True):
         assert run(command) == 0
         said, *rows = capsys.readouterr().out.splitlines()
-        assert said.startswith("parameters are gathered and computed with in bf16, which this device computes in")
+        assert said.startswith("parameters are gathered and computed with in bf16, the fastest dtype of this device")
         assert run([*command, "parallel.param_dtype=bf16"]) == 0
         assert capsys.readouterr().out.splitlines() == rows
     assert run(command) == 0

@@ -83,7 +83,9 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
     assert "Left out:" in shown.out
     assert "Nothing fits" in Path("plan.html").read_text()
     error = shown.err.splitlines()[-1]
-    assert error.startswith("error: nothing fits 2 x h100-sxm-80gb: the nearest, full_shard with micro-batch 2")
+    assert error.startswith(
+        "error: nothing fits 2 x h100-sxm-80gb; the nearest configuration, full_shard with micro-batch 2"
+    )
     assert error.endswith("use a smaller micro-batch, activation checkpointing, more GPUs or a GPU with more memory")
 
 
@@ -95,10 +97,16 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
         (["config.json", "--gpu", "h100-sxm-80"], "unknown device 'h100-sxm-80'; did you mean h100-sxm-80gb"),
         (["config.json", "--interconnect", "infinband"], "unknown interconnect 'infinband'"),
         (["config.json", "--global-batch", "12"], "a global batch of 12 is not a multiple of 8 ranks; use 8 or 16"),
-        (["config.json", "--micro-batch", "two"], "--micro-batch two: whole numbers from 1 on, separated by commas"),
+        (
+            ["config.json", "--micro-batch", "two"],
+            "--micro-batch two: must be whole numbers of at least 1, separated by commas",
+        ),
         (["config.json", "--strategy", "zero3"], "unknown strategy 'zero3'"),
-        (["config.json", "--offload", "disk"], "offload='disk': params=PLACE, optimizer=PLACE, gradients=PLACE or"),
-        (["config.json", "--offload", "params=disk"], "offload.params='disk': None, 'cpu' or 'nvme'"),
+        (
+            ["config.json", "--offload", "disk"],
+            "offload='disk': must be params=PLACE, optimizer=PLACE, gradients=PLACE, or",
+        ),
+        (["config.json", "--offload", "params=disk"], "offload.params='disk': must be None, 'cpu' or 'nvme'"),
         (
             ["config.json", "--offload", "cpu", "--optimizer", "muon"],
             "offload='params=cpu,optimizer=cpu' with",
@@ -107,26 +115,35 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
             ["config.json", "--offload", "cpu", "--engine", "fsdp2"],
             "offload='params=cpu,optimizer=cpu' is",
         ),
-        (["config.json", "--precision", "fp8"], "precision.param = 'fp8' is none of the dtypes"),
-        (["config.json", "--float8", "compute"], "float8='compute': engine 'shardwise' computes in no 8 bits yet"),
-        (["config.json", "--base", "nf4"], "--base nf4 is of a frozen base: add --lora 16, or leave --base out"),
-        (["config.json", "--lora", "8", "--base", "nf"], "precision.frozen = 'nf' is none of nf4, int8; did you mean"),
-        (["config.json", "--budget", "lots"], "--budget lots: an amount of memory, such as 70GiB"),
-        (["config.json", "--objective", "speed"], "objective='speed': one of tokens_per_s, memory, micro_batch"),
+        (["config.json", "--precision", "fp8"], "precision.param = 'fp8': must be one of the dtypes"),
+        (["config.json", "--float8", "compute"], "float8='compute': engine 'shardwise' does not compute in 8 bits yet"),
+        (["config.json", "--base", "nf4"], "--base nf4 needs a frozen base: add --lora 16, or leave --base out"),
+        (
+            ["config.json", "--lora", "8", "--base", "nf"],
+            "precision.frozen = 'nf': must be one of nf4, int8; did you mean",
+        ),
+        (["config.json", "--budget", "lots"], "--budget lots: must be an amount of memory, such as 70GiB"),
+        (
+            ["config.json", "--objective", "speed"],
+            "objective='speed': must be one of tokens_per_s, memory, micro_batch",
+        ),
         (
             ["config.json", "--optimizer", ","],
-            "--optimizer ',' names nothing: give a value, several with commas between",
+            "--optimizer ',' has no values: give one or several, separated by commas",
         ),
-        (["config.json", "--activation-checkpointing", ""], "--activation-checkpointing '' names nothing"),
-        (["config.json", "--precision", ","], "--precision ',' names nothing"),
-        (["config.json", "--global-batch", "-3"], "--global-batch -3: a whole number from 1 on"),
-        (["config.json", "--units", "0"], "--units 0: a whole number from 1 on"),
-        (["config.json", "--workers", "-1"], "--workers -1: a whole number from 1 on"),
-        (["config.json", "--quick", "--thorough"], "--quick and --thorough: choose one of them"),
-        (["config.json", "--output", "x.toml"], "--output is for a calibration: add --calibrate"),
-        (["--calibrate", "--ranks", "-2"], "--ranks -2: a whole number from 1 on; leave it out for the usual"),
+        (["config.json", "--activation-checkpointing", ""], "--activation-checkpointing '' has no values"),
+        (["config.json", "--precision", ","], "--precision ',' has no values"),
+        (["config.json", "--global-batch", "-3"], "--global-batch -3: must be a whole number of at least 1"),
+        (["config.json", "--units", "0"], "--units 0: must be a whole number of at least 1"),
+        (["config.json", "--workers", "-1"], "--workers -1: must be a whole number of at least 1"),
+        (["config.json", "--quick", "--thorough"], "--quick and --thorough cannot be combined"),
+        (["config.json", "--output", "x.toml"], "--output is only for a calibration: add --calibrate"),
+        (
+            ["--calibrate", "--ranks", "-2"],
+            "--ranks -2: must be a whole number of at least 1; leave it out for the default",
+        ),
         (["config.json", "--config", "."], "cannot write .: it is a directory; name a file"),
-        (["config.json", "--trace", "t.png"], "t.png: a trace is written as .json (Perfetto, chrome://tracing)"),
+        (["config.json", "--trace", "t.png"], "t.png: a trace must be named .json (Perfetto, chrome://tracing)"),
         (["config.json", "--seq-len", "4096"], "seq_len=4096 is more than the model's max_position_embeddings=2048"),
         (
             ["vit-l-16", "--config", "run.toml"],
@@ -134,10 +151,10 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
         ),
         (["config.json", "--budget", "9" * 400], "--budget 999"),
         (["config.json", "--gpus", "1", "--reshard-after-forward", "4"], "reshard_after_forward=4 does not divide the"),
-        (["config.json", "--html", "no/where.html"], "cannot write no/where.html: there is no directory no"),
-        (["config.json", "--nodes", "0"], "nodes=0: a whole number from 1 on"),
-        (["config.json", "--price", "-2"], "price_per_hour=-2.0: an amount of money above 0, for one device"),
-        (["--calibrate", "--output", "no/where.toml"], "cannot write no/where.toml: there is no directory no"),
+        (["config.json", "--html", "no/where.html"], "cannot write no/where.html: no such directory: no"),
+        (["config.json", "--nodes", "0"], "nodes=0: must be a whole number of at least 1"),
+        (["config.json", "--price", "-2"], "price_per_hour=-2.0: must be a price above 0 for one device"),
+        (["--calibrate", "--output", "no/where.toml"], "cannot write no/where.toml: no such directory: no"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_run(arguments: list[str], line: str, capsys: Printed) -> None:
@@ -151,15 +168,15 @@ def test_mistakes_are_one_line_before_anything_is_run(arguments: list[str], line
 def test_a_file_that_may_not_be_written_is_told_first(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert run(["plan", "config.json", "--html", "plan.html", *FIXED]) == 2
-    assert capsys.readouterr().err.startswith("error: cannot write plan.html: it may not be written to")
+    assert capsys.readouterr().err.startswith("error: cannot write plan.html: no permission to write it")
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
         (["--optimizer", "sgd"], "`shardwise train` has adamw, adamw-bf16, adamw-8bit and muon, not sgd"),
-        (["--loss", "chunked"], "`shardwise train` takes the model's own loss, not 'chunked'"),
-        (["--attention", "eager"], "`shardwise train` takes the fastest attention that the model has, sdpa, not eager"),
+        (["--loss", "chunked"], "`shardwise train` uses the model's own loss, not 'chunked'"),
+        (["--attention", "eager"], "`shardwise train` uses the fastest attention that the model has, sdpa, not eager"),
     ],
 )
 def test_a_plan_that_the_trainer_cannot_run_is_shown_all_the_same(asked: list[str], said: str, capsys: Printed) -> None:
@@ -224,13 +241,13 @@ def test_a_directory_trains_on_from_what_is_there(capsys: Printed) -> None:
         Path("mine", name).touch()
     arguments = ["--gpu", "cpu", "--gpus", "1", "--precision", "fp32", *FIXED, "--config", "run.toml"]
     assert run(["plan", "mine", *arguments]) == 0
-    said = "train with it: shardwise train run.toml data.source=..., which is not set in it"
+    said = "train with it: shardwise train run.toml data.source=... (which the file does not set)"
     assert said in capsys.readouterr().err
-    assert Path("run.toml").read_text().startswith("# data.source is to be set")
+    assert Path("run.toml").read_text().startswith("# Set data.source to a file")
     config = load("run.toml")
     assert (config.model.path, config.model.weights, config.data.tokenizer) == ("mine", "mine", "mine")
     assert run(["train", "run.toml"]) == 2
-    assert "data.source is not set: name what to train on" in capsys.readouterr().err
+    assert "data.source is not set: set it to what to train on" in capsys.readouterr().err
 
 
 def test_how_few_devices_would_do_is_an_answer(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_lines_where_nobody_watches() -> None:
     assert (process.returncode, out) == (0, "over\n"), err
     assert "\nplanning: 6 of 8 configurations settled by " in err
     assert "best so far: " in err
-    assert "tokens/s a GPU" in err
+    assert "tokens/s per GPU" in err
 
 
 def test_a_search_that_starts_again_judges_no_more_than_there_are() -> None:

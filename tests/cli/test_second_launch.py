@@ -40,7 +40,8 @@ def test_a_second_launch_is_refused_by_name_and_a_dead_one_does_not_block(start:
         )
         assert second.returncode == 2
         assert second.stderr == (
-            f"error: runs/tiny is being written by {holder}: wait for it, stop it, or set log.name to train beside it\n"
+            f"error: runs/tiny is being written by {holder}: wait for it, stop it, or set log.name to train in "
+            "another directory\n"
         )
         assert (RUN / "metrics.jsonl").read_bytes() == metrics
     finally:
@@ -49,7 +50,7 @@ def test_a_second_launch_is_refused_by_name_and_a_dead_one_does_not_block(start:
     third = start("-c", LAUNCHER, "train", "tiny.toml", "checkpoint.every=2", "train.steps=6")
     out, err = third.communicate(timeout=90)
     assert (third.returncode, err) == (0, "")
-    assert "going on from runs/tiny/checkpoints/step-000002" in out
+    assert "resuming from runs/tiny/checkpoints/step-000002" in out
     assert steps() == [1, 2, 3, 4, 5, 6]
     assert not (RUN / NAME).exists()
 

@@ -132,7 +132,7 @@ def test_the_model_is_its_own_wrapper() -> None:
     assert (model.check_is_root(), model.blocks[0].check_is_root()) == (True, False)
     assert {unit.fqn for unit in sw.describe(model).units} == {"", *(f"blocks.{i}" for i in range(len(model.blocks)))}
     same_tensors(dict(seeded(Net).named_parameters()), dict(copy.deepcopy(model).named_parameters()))
-    with pytest.raises(UsageError, match="a second time"):
+    with pytest.raises(UsageError, match="was already given to FSDP"):
         FSDP(model)
 
 

@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_told_on_every_rank() -> None:
         set_model_state_dict(model, {**full, "enter.weight": torch.zeros(1)}, options=FROM_RANK0)
     state = get_optimizer_state_dict(model, optimizer)
     state["param_groups"][0]["params"] = []
-    with pytest.raises(UsageError, match=r"nothing is given for 'enter\.weight'"):
+    with pytest.raises(UsageError, match=r"no state is given for 'enter\.weight'"):
         set_optimizer_state_dict(model, optimizer, state)
     with pytest.raises(UsageError, match="that the model does not have"):
         get_optimizer_state_dict(model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))

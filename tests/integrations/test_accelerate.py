@@ -195,7 +195,10 @@ def test_what_an_fsdp_plugin_asks_for_in_vain() -> None:
     with fresh(), pytest.raises(UsageError, match=r"param_init_fn would not be called; .*reset_parameters\(\)"):
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(param_init_fn=lambda module: None))
     hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)
-    with fresh(), pytest.raises(UsageError, match="comm_hook='power_sgd': DDP's hooks see no gradients"):
+    with (
+        fresh(),
+        pytest.raises(UsageError, match="comm_hook='power_sgd' is not supported, because hooks of DDP see no"),
+    ):
         Accelerator(kwargs_handlers=[hook])
 
 

@@ -162,7 +162,7 @@ def test_fsdp_of_the_arguments_is_understood(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_mistyped_option_is_told(tmp_path: Path) -> None:
-    with fresh(), pytest.raises(ConfigError, match="no option 'stategy'; did you mean strategy"):
+    with fresh(), pytest.raises(ConfigError, match="unknown option 'stategy'; did you mean strategy"):
         trainer_of(Trainer, tmp_path, shard={"stategy": "full_shard"})
 
 

@@ -279,7 +279,7 @@ def test_an_average_of_ones_own(tmp_path: Path) -> None:
 def test_a_precision_that_cannot_be_had_is_told(tmp_path: Path) -> None:
     plugin = lightning.pytorch.plugins.Precision()
     plugin.precision = "transformer-engine"  # type: ignore[assignment]
-    with pytest.raises(UsageError, match="precision='transformer-engine': with shardwise choose 16-mixed"):
+    with pytest.raises(UsageError, match="precision='transformer-engine': must be one of 16-mixed"):
         trainer_of("shardwise", tmp_path, plugins=[plugin]).fit(Module(), batches())
 
 

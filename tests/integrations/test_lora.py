@@ -169,7 +169,7 @@ def test_an_adapter_that_is_scaled_otherwise_is_not_loaded(tmp_path: Path, key: 
     sw.checkpoint.save(tmp_path / "adapter", built(), adapter=True)
     sw.checkpoint.load(tmp_path / "adapter", built())
     other = built(**{key: value})
-    with pytest.raises(CheckpointError, match=rf"is an adapter with {key}=.*, and the model's has {key}={value}"):
+    with pytest.raises(CheckpointError, match=rf"is an adapter with {key}=.*, but the model's has {key}={value}"):
         sw.checkpoint.load(tmp_path / "adapter", other)
     sw.checkpoint.load(tmp_path / "adapter", other, strict=False)
 
@@ -321,13 +321,13 @@ def test_a_run_does_not_go_on_beside_another_base(tmp_path: Path) -> None:
     file = moved / "model.safetensors"
     changed = {name: value + 1 for name, value in tensors_in(file).items()}
     safetensors.torch.save_file(changed, file, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"trained beside weights .*, and this run's base has weights .*: set "):
+    with pytest.raises(ConfigError, match=r"trained for the base weights .*, but this run's base is weights .*: set "):
         trainer.run(configured(tmp_path, model=on_base(moved)))
 
 
 def test_a_run_does_not_go_on_beside_other_random_numbers(tmp_path: Path) -> None:
     trainer.run(configured(tmp_path, "train.steps=3"))
-    with pytest.raises(ConfigError, match=r"random numbers of train.seed=0 .*this run's base has .*train.seed=7"):
+    with pytest.raises(ConfigError, match=r"random numbers of train.seed=0 .*this run's base is .*train.seed=7"):
         trainer.run(configured(tmp_path, "train.seed=7"))
 
 
@@ -378,8 +378,11 @@ def test_without_weights_final_is_whole(tmp_path: Path, kept: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"base_model_name_or_path": "/nowhere/at/all"}, r"names '/nowhere/at/all', which is not here.*--base"),
-        ({"base_model_name_or_path": None}, r"names none: give its base's directory with --base"),
+        (
+            {"base_model_name_or_path": "/nowhere/at/all"},
+            r"names the base '/nowhere/at/all', which does not exist here.*--base",
+        ),
+        ({"base_model_name_or_path": None}, r"names no base: give the directory of its base with --base"),
         ({"use_dora": True}, r"use_dora=True.*merge_and_unload"),
     ],
 )
@@ -398,10 +401,10 @@ def test_what_convert_cannot_merge(
 def test_convert_refuses_another_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapted("cpu").save_pretrained(tmp_path / "adapter")
     assert command(["inspect", str(tmp_path / "adapter")]) == 0
-    assert "adapter: an adapter of PEFT\n" in capsys.readouterr().out
+    assert "adapter: a PEFT adapter\n" in capsys.readouterr().out
     arguments = ["convert", str(tmp_path / "adapter"), str(tmp_path / "out"), "--base", str(base_in(tmp_path))]
     assert command(arguments) == 2
-    assert "which the base has not" in capsys.readouterr().err
+    assert "which the base does not have" in capsys.readouterr().err
 
 
 def test_mistakes(tmp_path: Path) -> None:
@@ -410,7 +413,7 @@ def test_mistakes(tmp_path: Path) -> None:
     inline = ModelConfig(config={"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32})
     with pytest.raises(ConfigError, match="no module 'q_prj'; did you mean q_proj"):
         build_model(inline, TextShape(320, 256, 32), LoraConfig(r=2, targets=["q_prj"]))
-    with pytest.raises(ConfigError, match="PEFT cannot put adapters in"):
+    with pytest.raises(ConfigError, match="PEFT cannot add adapters"):
         build_model(inline, TextShape(320, 256, 32), LoraConfig(r=2, targets=["norm"]))
 
 
@@ -481,7 +484,7 @@ def test_what_is_trained_beside_an_adapter_is_not_left_out(tmp_path: Path) -> No
     model = adapted("cpu")
     model.base_model.model.model.norm.requires_grad_(True)
     sw.shard(model)
-    with pytest.raises(UsageError, match=r"'base_model\.model\.model\.norm\.weight' is trained besides"):
+    with pytest.raises(UsageError, match=r"'base_model\.model\.model\.norm\.weight' is trained too"):
         sw.checkpoint.save(tmp_path / "refused", model, adapter=True)
     assert not (tmp_path / "refused").exists()
 

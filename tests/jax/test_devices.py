@@ -27,7 +27,7 @@ def test_a_cache_whose_programs_can_wait_for_ever(tmp_path: Path, recwarn: pytes
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
         swj.mesh(devices=jax.devices()[:1])
         assert not recwarn
-        with pytest.warns(UserWarning, match="several CPU devices can wait for ever"):
+        with pytest.warns(UserWarning, match="several CPU devices can deadlock"):
             swj.mesh(fsdp=2, devices=jax.devices()[:2])
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
@@ -41,11 +41,11 @@ def test_tensor_neighbours_are_devices_that_are_neighbours() -> None:
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"fsdp": 3}, r"needs 3 devices; there are 8; for a part of them, devices=jax.devices\(\)\[:3\]"),
+        ({"fsdp": 3}, r"needs 3 devices; there are 8; to use only some of them, pass devices=jax.devices\(\)\[:3\]"),
         ({"fsdp": 8, "tensor": 2}, "needs 16 devices; there are 8$"),
         ({"tensor": 3}, "needs 6 devices; there are 8"),
         ({"replica": 0}, "replica=0"),
-        ({"fsdp": 4.0, "tensor": 2}, r"fsdp=4\.0\): an axis has a whole number"),
+        ({"fsdp": 4.0, "tensor": 2}, r"fsdp=4\.0\): an axis must have a whole number"),
     ],
 )
 def test_a_mesh_that_does_not_fit(axes: dict[str, int], message: str) -> None:
@@ -69,5 +69,5 @@ def test_replicas_lie_in_slices_of_their_own(shape: tuple[int, int, int], slices
     devices = [SimpleNamespace(id=number, slice_index=number // 4, platform="", device_kind="") for number in range(8)]
     found = over_slices(devices, 2, shape)
     assert ["".join(str(device.slice_index) for device in row) for row in found[..., 0]] == slices_along
-    with pytest.raises(MeshError, match="of 3 slices, by which replica or fsdp has to be divided"):
+    with pytest.raises(MeshError, match="to 3 slices, so replica or fsdp must be a multiple of 3"):
         over_slices(devices, 3, shape)

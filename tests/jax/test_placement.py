@@ -54,11 +54,11 @@ def test_an_abstract_model_takes_no_memory() -> None:
 
 def test_what_init_and_shard_cannot_take() -> None:
     mesh = swj.mesh()
-    with pytest.raises(UsageError, match=r"key=0: pass jax\.random\.key\(0\)"):
+    with pytest.raises(UsageError, match=r"key=0: must be a key; pass jax\.random\.key\(0\)"):
         swj.init(small.create, mesh)(0)
-    with pytest.raises(UsageError, match=r"init\(dict\): a function of a key is needed"):
+    with pytest.raises(UsageError, match=r"init\(dict\): must be a function of a key"):
         swj.init({"w": 1}, mesh)
-    with pytest.raises(LayoutError, match="'a' is a str, neither an array nor a number"):
+    with pytest.raises(LayoutError, match="'a' is a str; it must be an array or a number"):
         swj.init(lambda key: {"a": "x"}, mesh)(jax.random.key(0))
     with pytest.raises(LayoutError, match="'a' is a str"):
         swj.shard({"a": "x"}, mesh)

@@ -71,15 +71,15 @@ def test_the_page_has_the_table_and_what_each_program_holds(planned: dict[str, A
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--strategy", "shard_grad_op"], "--strategy shard_grad_op: with --backend jax there are full_shard"),
+        (["--strategy", "shard_grad_op"], "--strategy shard_grad_op: must be full_shard"),
         (["--optimizer", "muon"], "--optimizer has no effect with --backend jax"),
-        (["--precision", "fp16"], "--precision fp16: with --backend jax one of fp32, bf16"),
-        (["--activation-checkpointing", "every-2"], "--activation-checkpointing every-2: JAX has none, full"),
+        (["--precision", "fp16"], "--precision fp16: must be one of fp32, bf16"),
+        (["--activation-checkpointing", "every-2"], "--activation-checkpointing every-2: must be one of none, full"),
         (["--strategy", "hybrid_shard", "--shard-group", "3"], "--shard-group 3 does not divide the 8 devices"),
-        (["--backend", "tensorflow"], "--backend tensorflow: torch or jax"),
+        (["--backend", "tensorflow"], "--backend tensorflow: must be torch or jax"),
         (["--gpu", "h100"], "unknown device 'h100'"),
-        (["--html", "nowhere/page.html"], "cannot write nowhere/page.html: there is no directory nowhere"),
-        (["--seq-len", "512,1024"], "--seq-len 512,1024: one length with --backend jax"),
+        (["--html", "nowhere/page.html"], "cannot write nowhere/page.html: no such directory: nowhere"),
+        (["--seq-len", "512,1024"], "--seq-len 512,1024: must be a single length with --backend jax"),
     ],
 )
 def test_mistakes_are_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,4 +91,4 @@ def test_mistakes_are_one_line(options: list[str], said: str, capsys: pytest.Cap
 def test_a_model_that_jax_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Found by the process that compiles."""
     assert run(["plan", "mixtral-8x7b", "--backend", "jax"]) == 2
-    assert "model_type='mixtral' is none of the JAX models" in capsys.readouterr().err
+    assert "model_type='mixtral': must be one of the JAX models" in capsys.readouterr().err

@@ -87,14 +87,14 @@ def test_the_first_rule_decides_and_annotations_go_first() -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ([("attention", P())], r"rule 'attention' matches none of 1 parameters; they are called w"),
+        ([("attention", P())], r"rule 'attention' matches none of 1 parameters; their names are w"),
         ([("w", P("fsdp"))], r"'w' of shape \(12, 64\) \(rule w\).*dim 0 of 12 cannot be cut into 8 equal.*fsdp=8"),
-        ([("w", P("data"))], r"'w' of shape .* names the axis 'data'; the mesh has replica, fsdp, tensor"),
-        ([("w", P(None, None, "fsdp"))], "has 3 dims, the parameter 2"),
+        ([("w", P("data"))], r"'w' of shape .* names the axis 'data', but the mesh has replica, fsdp, tensor"),
+        ([("w", P(None, None, "fsdp"))], "has 3 dims, but the parameter has 2"),
         ([("w", P(None, ("fsdp", "fsdp")))], "cannot be cut into 64|names an axis twice"),
         ([("(", P())], r"rule \('\(', .*regular expression"),
         ([("w", "fsdp")], "'fsdp' is not a PartitionSpec"),
-        (["w"], "rule 'w': a pair"),
+        (["w"], "rule 'w': must be a pair"),
     ],
 )
 def test_mistakes(rules: list[object], message: str) -> None:
@@ -113,5 +113,5 @@ def test_an_annotation_that_does_not_divide() -> None:
 
 
 def test_nothing_to_shard() -> None:
-    with pytest.raises(LayoutError, match="without arrays"):
+    with pytest.raises(LayoutError, match="has no arrays"):
         swj.shard({}, swj.mesh())

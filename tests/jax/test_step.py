@@ -211,16 +211,20 @@ def test_rows_of_a_micro_batch_stay_on_their_device() -> None:
     [
         ({"accumulation": 0}, ConfigError, "accumulation=0"),
         ({"clip": 0.0}, ConfigError, r"clip=0\.0"),
-        ({"clip": float("nan")}, ConfigError, "clip=nan: a norm above 0"),
+        ({"clip": float("nan")}, ConfigError, "clip=nan: must be a norm above 0"),
         ({"clip": True}, ConfigError, "clip=True"),
         ({"accumulation": True}, ConfigError, "accumulation=True"),
-        ({"seed": 0.5}, ConfigError, r"seed=0\.5: a whole number"),
-        ({"seed": 2**32}, ConfigError, "seed=4294967296: a whole number of 32 bits"),  # JAX would draw as from 0
-        ({"remat": "ful"}, ConfigError, "remat='ful': choose one of none, full, offload.*did you mean full"),
+        ({"seed": 0.5}, ConfigError, r"seed=0\.5: must be a whole number"),
+        (
+            {"seed": 2**32},
+            ConfigError,
+            "seed=4294967296: must be a whole number of 32 bits",
+        ),  # JAX would draw as from 0
+        ({"remat": "ful"}, ConfigError, "remat='ful': must be one of none, full, offload.*did you mean full"),
         ({"compute_dtype": "bf61"}, ConfigError, "compute_dtype = 'bf61'"),
         ({"compute_dtype": jnp.int32}, ConfigError, "compute_dtype = 'int32'"),
         ({"accumulation": 2.0}, ConfigError, r"accumulation=2\.0: .* whole number"),
-        ({"tx": optax.adamw}, UsageError, "is not an optimizer of optax: pass one such as"),
+        ({"tx": optax.adamw}, UsageError, "is not an optax optimizer: pass the result of a call such as"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -233,12 +237,12 @@ def test_batches_that_cannot_be() -> None:
     step = swj.train_step(small.loss_fn, optax.sgd(0.1), mesh, accumulation=4)
     state = step.init(swj.init(small.create, mesh).abstract())
     with pytest.raises(
-        UsageError, match="'targets' has 16 rows; 8 devices x accumulation=4 share a multiple of 32 evenly"
+        UsageError, match="'targets' has 16 rows, which must be a multiple of 8 devices x accumulation=4 = 32"
     ):
         step.lower(state, small.abstract_batch(16))
-    with pytest.raises(UsageError, match="'scale' is a number"):
+    with pytest.raises(UsageError, match="'scale' is a single number"):
         step.lower(state, {"scale": np.float32(1)})
-    with pytest.raises(UsageError, match=r"'rows\.0' is a int: pass arrays"):
+    with pytest.raises(UsageError, match=r"'rows\.0' is a int, not an array: pass arrays"):
         step.lower(state, {"rows": [1, 2]})
     with pytest.raises(UsageError, match="batch=None has no arrays"):
         step.lower(state, None)
@@ -258,7 +262,7 @@ def test_states_that_cannot_be() -> None:
     batch = small.batches(1)[0]
     state = step.init(small.start(mesh))
     step(state, batch)
-    with pytest.raises(UsageError, match="was given to a step before, which took its memory over"):
+    with pytest.raises(UsageError, match="was given to an earlier step, which took over its memory"):
         step(state, batch)
     with pytest.raises(UsageError, match=r"a dict is not a state: make one with step\.init"):
         step.lower({"w": 1}, batch)
@@ -276,7 +280,7 @@ def test_arrays_that_two_states_or_two_places_share() -> None:
     twice = {"a": model["a"], "b": model["a"]}
     state, _ = step(step.init(twice), ROWS_OF_ONES)
     np.testing.assert_array_equal(state.params["a"], state.params["b"])  # each took the step of its own
-    with pytest.raises(UsageError, match=r"a step has taken this model's arrays over: use state\.model\(\)"):
+    with pytest.raises(UsageError, match=r"a step has taken over this model's arrays: use state\.model\(\)"):
         step.init(model)
     model = swj.shard({"a": jnp.ones((64, 32)), "b": jnp.zeros(3)}, mesh)
     one, other = step.init(model), step.init(model)
@@ -284,7 +288,7 @@ def test_arrays_that_two_states_or_two_places_share() -> None:
     with pytest.raises(UsageError, match=r"'params\.a' of this state was taken over by a step of another state"):
         step(other, ROWS_OF_ONES)
     shared = dataclasses.replace(state, params={"a": state.params["a"], "b": state.params["a"]})
-    with pytest.raises(UsageError, match=r"'params\.a' and 'params\.b' of this state are one array"):
+    with pytest.raises(UsageError, match=r"'params\.a' and 'params\.b' of this state are the same array"):
         step(shared, ROWS_OF_ONES)
     with pytest.raises(UsageError, match=r"a step is a compiled program of its own: call it outside jax\.jit"):
         jax.jit(step)(shared, ROWS_OF_ONES)
@@ -335,14 +339,14 @@ def test_transforms_that_want_the_loss_get_it() -> None:
 
 def test_whole_numbers_that_jax_would_cut_off() -> None:
     mesh = small.on(2)
-    with pytest.raises(UsageError, match=r"numbers from 0 to 1099511627776, and JAX keeps int64 as int32"):
+    with pytest.raises(UsageError, match=r"numbers from 0 to 1099511627776, but JAX keeps int64 as int32"):
         swj.put_batch({"ids": np.array([0, 2**40])}, mesh)
     assert swj.put_batch({"ids": np.array([0, 2**31 - 1])}, mesh)["ids"].tolist() == [0, 2**31 - 1]
 
 
 def test_parameters_without_a_gradient() -> None:
     step = swj.train_step(square, optax.sgd(0.1), small.on(2))
-    with pytest.raises(UsageError, match="parameter 'n' is int32, and a step takes gradients of all parameters"):
+    with pytest.raises(UsageError, match="parameter 'n' is int32, but a step takes gradients of all parameters"):
         step.init(swj.shard({"a": jnp.ones((64, 32)), "n": jnp.arange(4)}, small.on(2)))
 
 
@@ -382,9 +386,9 @@ def test_variables_that_a_loss_may_not_leave(accumulation: int, sows: bool, dtyp
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (lambda losses: losses.sum(), r"loss_fn returned a \w+ of shapes \(\): a pair of numbers"),
-        (lambda losses: (losses, losses.size), r"of shapes \(\(16,\), \(\)\): a pair of numbers"),
-        (lambda losses: (losses.sum(), 1, 2), r"a tuple of shapes \(\(\), \(\), \(\)\): a pair"),
+        (lambda losses: losses.sum(), r"loss_fn returned a \w+ of shapes \(\): it must return two numbers"),
+        (lambda losses: (losses, losses.size), r"of shapes \(\(16,\), \(\)\): it must return two numbers"),
+        (lambda losses: (losses.sum(), 1, 2), r"a tuple of shapes \(\(\), \(\), \(\)\): it must return two numbers"),
     ],
 )
 def test_losses_that_cannot_be(returned: Any, said: str) -> None:
@@ -424,6 +428,6 @@ def test_rows_of_several_processes_are_told_apart() -> None:
     check_batch(own, of([0, 0, 1, 1], replica=1, fsdp=4, tensor=1), 1)
     across = of([0, 0, 1, 1], replica=1, fsdp=1, tensor=4)
     for refuses in (lambda: check_batch(own, across, 1), lambda: swj.put_batch(own, across)):
-        with pytest.raises(UsageError, match="the mesh's tensor axis of 4 goes over several processes"):
+        with pytest.raises(UsageError, match="the mesh's tensor axis of 4 spans several processes"):
             refuses()
     check_batch({"ids": jnp.zeros((8, 4), jnp.int32)}, across, 1)

@@ -19,10 +19,13 @@ from tests.jax import small  # noqa: E402
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (("h10", 8), r"topology\('h10'\): one of a100, h100, h200, or a TPU such as 'v5e:4x4'; did you mean h100"),
-        (("h100",), r"topology\('h100', None\): how many GPUs\?"),
-        (("h100", 0), r"topology\('h100', 0\): how many GPUs\?"),
-        (("v5e:4x4", 8), "the shape of a TPU says how many there are"),
+        (
+            ("h10", 8),
+            r"topology\('h10'\): must be one of a100, h100, h200, or a TPU such as 'v5e:4x4'; did you mean h100",
+        ),
+        (("h100",), r"topology\('h100', None\): the number of GPUs must be"),
+        (("h100", 0), r"topology\('h100', 0\): the number of GPUs must be"),
+        (("v5e:4x4", 8), "leave the count out, because the shape of a TPU gives it"),
         (("h100", 8), r"needs JAX's CUDA plugin, which is not installed: pip install"),
         (("v5e:4x4",), "needs libtpu, which is not installed: pip install"),
     ],

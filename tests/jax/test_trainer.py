@@ -60,7 +60,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(whole: Path, folder: Path, capsy
     train("log.name=parts", "checkpoint.every=10", "parallel.ranks=2", "train.micro_batch=2")
     said = capsys.readouterr().out
     assert "interrupted after step 3: saved as runs/parts/checkpoints/step-000003" in said
-    assert "going on from runs/parts/checkpoints/step-000003: step 4 is next" in said
+    assert "resuming from runs/parts/checkpoints/step-000003: step 4 is next" in said
     np.testing.assert_allclose(losses_of("parts"), losses_of(whole), rtol=1e-5)
     one, other = (load_file(run / "final" / "model.safetensors") for run in (whole, Path("runs/parts")))
     for name in one:
@@ -142,11 +142,11 @@ def test_a_cache_whose_programs_can_wait_for_ever_is_turned_off(folder: Path) ->
         ("lora.r=4", ConfigError, r"lora\.r = 4 is not supported"),
         ("parallel.strategy=shard_grad_op", ConfigError, r'parallel\.strategy = "shard_grad_op"'),
         ("train.activation_checkpointing=every-2", ConfigError, r'"every-2" is not supported'),
-        ("parallel.ranks=64", MeshError, r"parallel\.ranks=64, and JAX has 8 devices \(cpu\)"),
+        ("parallel.ranks=64", MeshError, r"parallel\.ranks=64, but JAX has 8 devices \(cpu\)"),
         ("model.config.hidden_sise=3", ConfigError, r"model\.config\.hidden_sise is not a key .*hidden_size"),
-        ("model.config.model_type=mamba", ConfigError, r"model_type='mamba' is none of the JAX models"),
+        ("model.config.model_type=mamba", ConfigError, r"model_type='mamba': must be one of the JAX models"),
         ("train.global_batch=6", ConfigError, r"train\.global_batch=6 is not a multiple"),
-        ("model.config.vocab_size=100", ConfigError, r"vocab_size=100 and the tokenizer needs 320"),
+        ("model.config.vocab_size=100", ConfigError, r"vocab_size=100, but the tokenizer needs 320"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(
@@ -174,10 +174,21 @@ class Short(nnx.Module):
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
-        ("without_key", r"factory='theirs:without_key', called with a jax\.random\.key: TypeError: without_key\(\)"),
-        ("raises", r"called with a jax\.random\.key: ValueError: of mine"),
-        ("no_model", r"its model, called with ids \(1, 32\): TypeError: 'dict' object is not callable"),
-        ("Short", r"makes \(1, 1, 64\) of ids \(1, 32\); logits of shape \(1, 32, at least 320\)"),
+        (
+            "without_key",
+            r"factory='theirs:without_key' failed when it was called with a jax\.random\.key: TypeError: "
+            r"without_key\(\)",
+        ),
+        ("raises", r"was called with a jax\.random\.key: ValueError: of mine"),
+        (
+            "no_model",
+            r"its model failed when it was called with ids of shape \(1, 32\): TypeError: 'dict' object is not "
+            "callable",
+        ),
+        (
+            "Short",
+            r"returns \(1, 1, 64\) for ids of shape \(1, 32\); it must return logits of shape \(1, 32, at least 320\)",
+        ),
     ],
 )
 def test_factories_that_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch, factory: str, said: str) -> None:
@@ -190,8 +201,8 @@ def test_factories_that_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}, "JAX_COORDINATOR_ADDRESS is set: so must be JAX_NUM_PROCESSES"),
-        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES='two' in the environment: a whole number is needed"),
+        ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}, "JAX_COORDINATOR_ADDRESS is set, so JAX_NUM_PROCESSES"),
+        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES='two' in the environment: must be a whole number"),
     ],
 )
 def test_an_environment_that_cannot_be(

@@ -38,5 +38,5 @@ def test_blocks_that_run_again(mode: str) -> None:
 @on_ranks(1)
 def test_a_mode_that_is_none() -> None:
     for mode in ("every-0", "every-", "some"):
-        with pytest.raises(ConfigError, match="choose one of none, full, selective-ops, every-2"):
+        with pytest.raises(ConfigError, match="must be one of none, full, selective-ops, every-2"):
             checkpoint_units(sw.shard(seeded(Net)), mode)

@@ -295,9 +295,9 @@ def test_configurations_are_refused_by_name() -> None:
     for options, reason in [
         ({"optimizer": "nvme"}, r"offload.optimizer='nvme' needs offload.path"),
         ({"params": "nvme"}, r"offload.params='nvme' needs offload.path"),
-        ({"optimizer": "disk"}, r"offload.optimizer='disk': None, 'cpu' or 'nvme'"),
+        ({"optimizer": "disk"}, r"offload.optimizer='disk': must be None, 'cpu' or 'nvme'"),
         ({"ring_bytes": 0}, r"offload.ring_bytes=0"),
-        ({"ring_bytes": 1.5}, r"offload.ring_bytes=1.5: a number of bytes"),
+        ({"ring_bytes": 1.5}, r"offload.ring_bytes=1.5: must be a number of bytes"),
     ]:
         with pytest.raises(ConfigError, match=reason):
             sw.Offload(**options)  # type: ignore[arg-type]

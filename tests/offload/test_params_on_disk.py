@@ -403,7 +403,7 @@ def test_a_kill_in_mid_write_loses_no_saved_step(tmp_path: Path) -> None:
 def test_configurations_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"offload.params='nvme' needs offload.path"):
         sw.Offload(params="nvme")
-    with pytest.raises(ConfigError, match=r"offload.params='disk': None, 'cpu' or 'nvme'"):
+    with pytest.raises(ConfigError, match=r"offload.params='disk': must be None, 'cpu' or 'nvme'"):
         sw.Offload(params="disk")
 
 

@@ -372,7 +372,7 @@ def test_another_optimizer_s_checkpoint(tmp_path: Path) -> None:
     adamw = torch.optim.AdamW(model.parameters())
     steps(model, adamw, range(1))
     sw.checkpoint.save(path / "saved", model, adamw)
-    with pytest.raises(CheckpointError, match="saved with AdamW, and this is AdamW8bit"):
+    with pytest.raises(CheckpointError, match="saved with AdamW, but this is AdamW8bit"):
         sw.checkpoint.load(path / "saved", model, eight(model))
 
 

@@ -136,11 +136,12 @@ def report(**arguments: Any) -> PlanReport:
     candidates = [c for family in found for c in explore_family(family, formula, None, objective)]
     return PlanReport(
         title="Formula 8B: 8.0 B parameters",
-        setting="8 x h100-sxm-80gb on 1 node, 2,048 tokens a sequence, bf16 (gradients and masters fp32), adamw, sdpa",
+        setting="8 x h100-sxm-80gb on 1 node, 2,048 tokens per sequence, bf16 (gradients and masters fp32), adamw, "
+        "sdpa",
         exploration=ranked(candidates, objective, None),
         assumptions=(
             Assumption("usable bytes of a GPU", "79.1 GiB (https://example.org/data-sheet <measured>)"),
-            Assumption("context", "1.0 GiB", "0.3 to 1.0 GiB have been seen"),
+            Assumption("context", "1.0 GiB", "0.3 to 1.0 GiB were reported"),
         ),
         range_words="90% of 46 published runs on this device were between 10% slower and 20% faster than forecast",
         answers=("The smallest cluster that fits: 3 GPUs.", "The largest micro-batch that fits: 9 sequences."),

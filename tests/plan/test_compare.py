@@ -34,9 +34,9 @@ def test_one_row_for_each_engine() -> None:
 @pytest.mark.parametrize(
     ("compare", "more", "line"),
     [
-        (("fsdp3",), {}, "cannot compare 'fsdp3': there are ddp, .*did you mean fsdp"),
-        (("ddp",), {"strategy": "full_shard"}, "strategy is what a comparison chooses"),
-        (("ddp",), {"engine": "fsdp1"}, "engine is what a comparison chooses"),
+        (("fsdp3",), {}, "cannot compare 'fsdp3': must be one of ddp, .*did you mean fsdp"),
+        (("ddp",), {"strategy": "full_shard"}, "strategy cannot be given with a comparison, which chooses it"),
+        (("ddp",), {"engine": "fsdp1"}, "engine cannot be given with a comparison, which chooses it"),
     ],
 )
 def test_mistakes(compare: tuple[str, ...], more: dict[str, Any], line: str) -> None:

@@ -32,7 +32,7 @@ def test_a_search_gives_forecasts_best_first() -> None:
     again = sw.plan.forecast(LLAMA, **{**ARGUMENTS, "micro_batch": best.job.micro_batch, "strategy": best.job.strategy})
     assert again.to_dict() == best.to_dict()
     assert best.timeline.step_time_s == best.step_time_s
-    with pytest.raises(PlanError, match="keeps the events of its best alone"):
+    with pytest.raises(PlanError, match="keeps only the events of its best configuration"):
         found[1].trace("x.json")
 
 
@@ -63,7 +63,7 @@ def test_an_error_in_a_process_is_the_callers(tmp_path: Path, monkeypatch: pytes
         "        return super().forward(input_ids.float()[..., :4]) if input_ids.sum() > 3 else None\n"
     )
     for workers in (1, 2):
-        with pytest.raises(PlanError, match="decides by its tensors' values"):
+        with pytest.raises(PlanError, match="depends on values of tensors"):
             explore(Question("choosy:Choosy", ARGUMENTS, workers=workers))
 
 
@@ -82,7 +82,8 @@ def test_a_budget_and_the_two_questions() -> None:
     assert answer.extra["smallest_cluster"] in (1, 2)
     assert f"{largest}." in table_text(answer.report)
     with pytest.raises(
-        PlanError, match=r"nothing fits 2 x h100-sxm-80gb: the nearest, full_shard .* needs 1\.\d of 0\.5 GiB"
+        PlanError,
+        match=r"nothing fits 2 x h100-sxm-80gb; the nearest configuration, full_shard .* needs 1\.\d of 0\.5 GiB",
     ):
         planner.plan(Question(LLAMA, arguments, budget_bytes=2**29)).check_fits()
 
@@ -90,7 +91,9 @@ def test_a_budget_and_the_two_questions() -> None:
 def test_where_nothing_fits_the_leanest_is_what_one_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Forecasters, "run", lambda self, tasks, scale=True: [task(formula) for task in tasks])
     question = Question(LLAMA, {"gpus_per_node": 1, "seq_len": 2048}, budget_bytes=90 * GIB)
-    with pytest.raises(PlanError, match=r"the nearest, no_shard with micro-batch 1, all blocks recomputed, needs 1"):
+    with pytest.raises(
+        PlanError, match=r"the nearest configuration, no_shard with micro-batch 1, all blocks recomputed, needs 1"
+    ):
         raise nothing_fits(explore(question))
 
 
@@ -113,7 +116,7 @@ def test_what_an_answer_shows() -> None:
     assert "a llama configuration: " in shown
     plain = json.loads(json.dumps(answer.to_dict()))
     cost = plain["cost"]
-    assert f"At 2 for an hour of a GPU, a step costs {amount(cost['per_step'])}, a million tokens" in unwrapped(shown)
+    assert f"At 2 per GPU and hour, a step costs {amount(cost['per_step'])}, a million tokens" in unwrapped(shown)
     assert f"a day of all 4 GPUs {amount(2 * 4 * 24)}." in unwrapped(shown)
     assert plain["peak_memory_bytes"] == sum(plain["memory"].values())
     assert len(plain["search"]["candidates"]) == len(answer.report.exploration.candidates)

@@ -35,15 +35,15 @@ def test_words_are_read_back(adapters: Adapters) -> None:
 @pytest.mark.parametrize(
     ("asked", "line"),
     [
-        (-1, "lora=-1: a whole number from 0 on"),
-        (True, "lora=True: a whole number"),
-        ("sixteen", "lora='sixteen': a rank, or r=16 and"),
+        (-1, "lora=-1: must be a whole number of at least 0"),
+        (True, "lora=True: must be a whole number"),
+        ("sixteen", "lora='sixteen': must be a rank, or r=16 and"),
         ("r=x", "lora='r=x': r=x is not a number"),
-        ("targets=q_proj", "without a rank: add r, such as r=16"),
-        ("r=4,target=q_proj", "lora: 'target' is none of r, targets, dropout, dtype; did you mean targets?"),
-        ("r=0", "lora.r=0: a whole number from 1 on"),
-        ("r=4,dropout=1", "lora.dropout=1.0: a number from 0 on, below 1"),
-        ("r=4,dtype=int8", "lora.dtype='int8': one of fp32"),
+        ("targets=q_proj", "has no rank: add r, such as r=16"),
+        ("r=4,target=q_proj", "lora: 'target' is not one of r, targets, dropout, dtype; did you mean targets?"),
+        ("r=0", "lora.r=0: must be a whole number of at least 1"),
+        ("r=4,dropout=1", "lora.dropout=1.0: must be a number of at least 0 and below 1"),
+        ("r=4,dtype=int8", "lora.dtype='int8': must be one of fp32"),
     ],
 )
 def test_mistakes(asked: object, line: str) -> None:

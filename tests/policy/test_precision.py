@@ -42,7 +42,7 @@ def test_equal_however_it_was_written_and_frozen() -> None:
 
 @pytest.mark.parametrize("given", ["bf61", "fp8", "int8", torch.int64, 16, "", True, torch.complex64])
 def test_what_is_no_such_dtype_raises_with_its_place(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"precision\.reduce = .* is none of the dtypes fp32, bf16, fp16, fp64"):
+    with pytest.raises(ConfigError, match=r"precision\.reduce = .*: must be one of the dtypes fp32, bf16, fp16, fp64"):
         sw.Precision(reduce=given)
 
 

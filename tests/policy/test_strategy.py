@@ -36,7 +36,9 @@ def test_a_wrong_name_is_told_the_nearest(asked: str, nearest: str) -> None:
 
 @pytest.mark.parametrize("asked", ["zero", 3, None, True, ["full_shard"]])
 def test_anything_else_is_told_the_names(asked: Any) -> None:
-    with pytest.raises(ConfigError, match="one of: no_shard, shard_optimizer, shard_grad_op, full_shard, hybrid_shard"):
+    with pytest.raises(
+        ConfigError, match="must be one of no_shard, shard_optimizer, shard_grad_op, full_shard, hybrid_shard"
+    ):
         Strategy.parse(asked)
 
 

@@ -138,10 +138,10 @@ def test_steps_in_backward_train_as_ever_and_resume() -> None:
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        ((), "the norm of all gradients is known when the last"),
+        ((), "the norm of all gradients is known only after the last"),
         (("train.clip=0", "parallel.param_dtype=fp16"), "which scales the loss"),
-        (("train.clip=0",), r"gradients of 4 micro-batches are never added; set train.micro_batch=8"),
-        (("train.optimizer_in_backward=false", "train.clip_units=1.0"), "clip_units goes with"),
+        (("train.clip=0",), r"gradients of 4 micro-batches cannot be added; set train.micro_batch=8"),
+        (("train.optimizer_in_backward=false", "train.clip_units=1.0"), "clip_units needs"),
     ],
 )
 def test_what_steps_in_backward_cannot_do_is_refused_with_the_reason(overrides: tuple[str, ...], reason: str) -> None:
@@ -223,7 +223,7 @@ def test_a_finished_run_says_so_and_is_left_alone(capsys: pytest.CaptureFixture[
     run_alone("train.steps=2", "train.eval_every=0")
     printed = capsys.readouterr().out
     assert "runs/tiny is finished" in printed
-    assert "there is no checkpoint from which to go on to train.steps=2" in printed
+    assert "there is no checkpoint from which to continue to train.steps=2" in printed
     assert Path("runs/tiny/metrics.jsonl").read_text() == before
 
 
@@ -231,11 +231,12 @@ def test_a_finished_run_goes_on_when_it_is_given_more_steps(capsys: pytest.Captu
     same = ("train.schedule=constant", "checkpoint.every=2")
     run_alone("train.steps=3", *same)
     run_alone("train.steps=3", *same)
-    assert "is finished: the model is in runs/tiny/final; set log.name to train anew, or train.steps above 3" in (
-        capsys.readouterr().out
+    assert (
+        "is finished: the model is in runs/tiny/final; to train anew, set log.name; to continue, set train.steps "
+        "above 3" in capsys.readouterr().out
     )
     run_alone("train.steps=6", *same)
-    assert "going on from runs/tiny/checkpoints/step-000002: step 3 is next" in capsys.readouterr().out
+    assert "resuming from runs/tiny/checkpoints/step-000002: step 3 is next" in capsys.readouterr().out
     run_alone("train.steps=6", "log.name=straight", *same)
     assert losses("tiny") == losses("straight")
     first, second = (Path(f"runs/{name}/final/model.safetensors").read_bytes() for name in ("tiny", "straight"))
@@ -243,7 +244,7 @@ def test_a_finished_run_goes_on_when_it_is_given_more_steps(capsys: pytest.Captu
 
 
 def test_a_run_says_when_most_of_its_tokens_are_padding(capsys: pytest.CaptureFixture[str]) -> None:
-    said = "of their tokens are learnt, the rest is padding or prompts; all take time"
+    said = "of their tokens are learnt, the rest is padding or prompts; all of them take time"
     run_alone("train.steps=1")
     assert said not in capsys.readouterr().out
     long = [
@@ -330,7 +331,7 @@ def test_a_loss_that_is_not_finite_stops_the_run() -> None:
     [
         ("model.dtype=fp16", 'set model.dtype="fp32" and parallel.param_dtype="fp16"'),
         ("train.global_batch=3", "global_batch=3 is not a multiple"),
-        ("data.source=nowhere", "no files there"),
+        ("data.source=nowhere", "no such files"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_written(override: str, message: str) -> None:
@@ -358,7 +359,7 @@ def test_training_starts_from_the_weights_of_a_directory(ranks: RankPools) -> No
     run_alone()
     learned = read("runs/tiny/evaluations.jsonl")
     printed, _ = ranks(2).run(tune_here, str(Path.cwd()), timeout_s=120)
-    assert "runs/tiny/final: each rank read its own 0.1 MiB of weights, holding 0.0 MiB" in printed
+    assert "runs/tiny/final: each rank read its own 0.1 MiB of weights, and held at most 0.0 MiB" in printed
     tuned = read("runs/tuned/evaluations.jsonl")
     assert tuned[0]["loss"] == pytest.approx(learned[-1]["loss"], rel=1e-6)
     assert tuned[-1]["loss"] < tuned[0]["loss"] < learned[0]["loss"]
@@ -404,7 +405,7 @@ def test_the_console_tells_of_long_drawing(capsys: pytest.CaptureFixture[str], m
 
 def test_a_factory_that_draws_cannot_draw_on_the_device(tmp_path: Path) -> None:
     (tmp_path / "drawn_model.py").write_text("import torch\ndef build(): return torch.nn.Linear(3, 3)\n")
-    with pytest.raises(ConfigError, match=r"drawn_model:build.*gives its model numbers itself"):
+    with pytest.raises(ConfigError, match=r"drawn_model:build.*initialises its model itself"):
         run_alone("model.config=none", "model.factory=drawn_model:build", "model.init=device")
 
 

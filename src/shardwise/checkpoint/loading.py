@@ -39,8 +39,8 @@ from shardwise.offload.step import stores_of
 _log = logging.getLogger(__name__)
 
 _DISAGREE = (
-    "ranks disagree about what to load: call sw.checkpoint.load with the same checkpoint and strict, and with an "
-    "optimizer of the same class and groups or without one, on every rank"
+    "ranks disagree about what to load: call sw.checkpoint.load on every rank with the same checkpoint and "
+    "strict, and either with an optimizer of the same class and groups or without one"
 )
 
 
@@ -231,9 +231,9 @@ class _Reading:
             was, now = saved.get(key), getattr(own, key, None)
             if (was or None) != (now or None):
                 raise CheckpointError(
-                    f"{self.contents} is an adapter with {key}={was!r}, and the model's has {key}={now!r}, with which "
-                    f"the same numbers mean something else: build the adapter with {key}={was!r}, or load it with "
-                    "strict=False"
+                    f"{self.contents} is an adapter with {key}={was!r}, but the model's has {key}={now!r}, which "
+                    f"gives the same numbers another meaning: build the adapter with {key}={was!r}, or load it "
+                    "with strict=False"
                 )
 
     def expect_optimizer(self, model: nn.Module, optimizer: Optimizer, strict: bool) -> None:
@@ -273,7 +273,7 @@ class _Reading:
                 absent.append(f"optimizer state of {on_disk[0].fqn}")
         if absent:
             raise CheckpointError(
-                f"{self.contents} lacks {shown(absent)}, and what this run had of it is lost since a disk failed: load "
+                f"{self.contents} lacks {shown(absent)}, and this run lost its own copy when a disk failed: load "
                 "a checkpoint that has all of it, or start the run anew"
             )
 
@@ -301,16 +301,17 @@ class _Reading:
             return saved
         if other is not None and strict:
             raise CheckpointError(
-                f"{self.contents} was converted, which tells no optimizer's class, and has the state {other}, which is "
-                f"not what {kind} keeps: load it with an optimizer of the class that was trained with, without one, or "
-                "with strict=False, which leaves this one as it is"
+                f"{self.contents} was converted, which does not keep the optimizer's class, and has the state "
+                f"{other}, which {kind} does not have: load it with an optimizer of the class that was trained "
+                "with, without one, or with strict=False, which leaves this optimizer unchanged"
             )
         if saved is None and strict:
             raise CheckpointError(f"{self.contents} was saved without an optimizer: load it without one")
         if saved is not None and strict:
             raise CheckpointError(
-                f"{self.contents} was saved with {saved['class']}, and this is {kind}, to which its state and options "
-                "may mean something else: load it without an optimizer, or with strict=False, which leaves it as it is"
+                f"{self.contents} was saved with {saved['class']}, but this is {kind}, for which its state and "
+                "options may mean something else: load it without an optimizer, or with strict=False, which "
+                "leaves this optimizer unchanged"
             )
         return {"groups": [], "state": {}}
 
@@ -324,8 +325,8 @@ class _Reading:
             self._options += [(group, one) for one in saved[:1]]
         elif strict:
             raise CheckpointError(
-                f"group {number} of the optimizer has parameters of {len(saved)} groups of {self.contents}, with "
-                f"options that differ, {fqns[0]!r} among them: group parameters as they were, or keep this group's "
+                f"group {number} of the optimizer has parameters of {len(saved)} groups of {self.contents} with "
+                f"different options, such as {fqns[0]!r}: group parameters as before, or keep this group's "
                 "options with strict=False"
             )
         else:

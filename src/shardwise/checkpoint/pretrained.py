@@ -33,8 +33,8 @@ from shardwise.modules.deferred_init.materialize import left_blank
 from shardwise.modules.deferred_init.put_off import give_buffers
 
 _DISAGREE = (
-    "ranks disagree about what to load: call sw.checkpoint.load_pretrained with the same path and strict on every "
-    "rank, where each finds the same files"
+    "ranks disagree about what to load: call sw.checkpoint.load_pretrained on every rank with the same path and "
+    "strict, where every rank finds the same files"
 )
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -176,8 +176,8 @@ class _Weights:
 def _refuse_pickles(directory: Directory) -> None:
     if any(directory.has(name) for name in _PICKLES) and not any(directory.has(name) for name in (SINGLE, INDEX)):
         raise CheckpointError(
-            f"{directory} has its weights in pickles (pytorch_model.bin), which cannot be read by range: convert it "
-            "once, with transformers' from_pretrained(...) and save_pretrained(another directory)"
+            f"{directory} has its weights in pickles (pytorch_model.bin), which cannot be read by range: convert "
+            "it once with transformers' from_pretrained(...) and save_pretrained(another directory)"
         )
 
 
@@ -194,8 +194,8 @@ def _refuse_quantized(directory: Directory, configuration: dict[str, Any]) -> No
     if method:
         name = method.get("quant_method", "?") if isinstance(method, dict) else method
         raise CheckpointError(
-            f"{directory} holds quantized weights ({name}), which are not the numbers to train: dequantize them once, "
-            "with transformers, and save_pretrained to another directory"
+            f"{directory} holds quantized weights ({name}), which cannot be trained: dequantize them once with "
+            "transformers, and save_pretrained to another directory"
         )
 
 

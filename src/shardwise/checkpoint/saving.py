@@ -38,8 +38,9 @@ from shardwise.modules.adapters import adapter_config
 from shardwise.offload.step import stores_of
 
 _DISAGREE = (
-    "ranks disagree about the checkpoint: call it with the same path, step, asynchronous, overwrite and "
-    "max_file_bytes, and with models and optimizers that have the same parameters, state and options, on every rank"
+    "ranks disagree about the checkpoint: call it on every rank with the same path, step, asynchronous, "
+    "overwrite and max_file_bytes, and with models and optimizers that have the same parameters, state and "
+    "options"
 )
 
 _staging_buffers: weakref.WeakKeyDictionary[Engine, StagingBuffer] = weakref.WeakKeyDictionary()
@@ -121,8 +122,8 @@ def _check_ready(engines: Sequence[Engine], optimizer: Optimizer | None, asynchr
             state_store.check(optimizer)
     if asynchronous and (shards or states):
         raise UsageError(
-            "asynchronous=True with parameters or optimizer state offloaded: the next step would write over what is "
-            "being saved, and host memory has no room for a copy of all of it; leave asynchronous out"
+            "asynchronous=True with parameters or optimizer state offloaded: the next step would overwrite what "
+            "is being saved, and host memory cannot hold a copy of all of it; leave asynchronous out"
         )
 
 

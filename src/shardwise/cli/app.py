@@ -26,7 +26,8 @@ app = typer.Typer(
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The run's configuration.")]
 OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as train.lr=1e-4.")
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Values that override the configuration's, such as train.lr=1e-4."),
 ]
 
 
@@ -70,11 +71,11 @@ def train(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     backend: Annotated[
-        str | None, typer.Option("--backend", help="torch or jax, over the configuration's parallel.backend.")
+        str | None, typer.Option("--backend", help="torch or jax; overrides parallel.backend of the configuration.")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of configuration errors too.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Also show tracebacks of mistakes.")] = False,
 ) -> int:
-    """Train a model, on all GPUs or else on 2 CPU ranks; resume from the newest good checkpoint."""
+    """Train a model on all GPUs, or on 2 CPU ranks without GPUs; resume from the newest intact checkpoint."""
     from shardwise.train.config.files import load
 
     overrides = [*(overrides or ()), *([f"parallel.backend={backend}"] if backend else [])]
@@ -82,8 +83,9 @@ def train(
     if loaded.parallel.backend == "jax":
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UserError(
-                'parallel.backend = "jax" under torchrun: JAX has all devices of a machine in one process; start one a '
-                "machine, with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID where there are several"
+                'parallel.backend = "jax" under torchrun: with JAX one process has all devices of a machine; '
+                "start one process per machine, and with several machines set JAX_COORDINATOR_ADDRESS, "
+                "JAX_NUM_PROCESSES and JAX_PROCESS_ID"
             )
         from shardwise.cli.on_jax import train as train_on_jax
 
@@ -108,14 +110,16 @@ def train(
 def inspect(
     what: Annotated[
         str,
-        typer.Argument(metavar="CONFIG.toml|CHECKPOINT", help="A configuration, a checkpoint, or a run's directory."),
+        typer.Argument(
+            metavar="CONFIG.toml|CHECKPOINT", help="A configuration, a checkpoint, or the directory of a run."
+        ),
     ],
     overrides: OverridesArgument = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Checkpoints: check sizes and headers only.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Checkpoints: check only sizes and headers.")] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="Checkpoints: list every tensor.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of configuration errors too.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Also show tracebacks of mistakes.")] = False,
 ) -> int:
-    """Show the units of a model and what each rank would hold; or what a checkpoint holds and whether it is whole."""
+    """Show the units of a model and the memory of each rank; or what a checkpoint holds and whether it is intact."""
     if not what.endswith(".toml"):
         return _inspect_checkpoint(what, overrides or (), quick, tensors)
     from shardwise import accelerators
@@ -134,7 +138,7 @@ def _inspect_checkpoint(what: str, overrides: Sequence[str], quick: bool, tensor
     from shardwise.cli.progress import Progress
 
     if overrides:
-        raise UserError(f"{overrides[0]!r}: overrides are for configurations (.toml), and {what} is none")
+        raise UserError(f"{overrides[0]!r}: overrides are for configurations (.toml), and {what} is not one")
     progress = Progress(reading)
     try:
         found = checkpoint.inspect(what, quick, progress)
@@ -150,35 +154,41 @@ def convert(  # noqa: PLR0913, PLR0917 - one for each option
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A checkpoint of any kind; what it is shows. Or a configuration: DeepSpeed's ds_config.json, the file "
-            "of accelerate config.",
+            help="A checkpoint of any kind, which is recognised; or a configuration: DeepSpeed's ds_config.json, or "
+            "the file of accelerate config.",
         ),
     ],
     target: Annotated[
         str | None,
-        typer.Argument(metavar="TARGET", help="What to write. Must not exist. Of a configuration: standard output."),
+        typer.Argument(
+            metavar="TARGET",
+            help="What to write; must not exist. For a configuration it may be left out: standard output.",
+        ),
     ] = None,
     to: Annotated[
-        str | None, typer.Option("--to", help="dcp, pt, shardwise or hf, where TARGET does not say it.")
+        str | None, typer.Option("--to", help="dcp, pt, shardwise or hf; needed if TARGET does not show the kind.")
     ] = None,
     flat: Annotated[
-        bool, typer.Option("--flat", help="dcp: the model at the top level, as torchtitan has it.")
+        bool, typer.Option("--flat", help="dcp: write the model at the top level, as torchtitan does.")
     ] = False,
     model_only: Annotated[bool, typer.Option("--model-only", help="Leave the optimizer out.")] = False,
     files_from: Annotated[
-        Path | None, typer.Option("--files-from", help="A directory whose config.json and tokenizer go along.")
+        Path | None,
+        typer.Option("--files-from", help="A directory whose config.json and tokenizer are copied to TARGET."),
     ] = None,
     base: Annotated[
-        Path | None, typer.Option("--base", help="Of a LoRA adapter, the directory that it is merged into.")
+        Path | None, typer.Option("--base", help="For a LoRA adapter: the directory of the base to merge it into.")
     ] = None,
     max_file_bytes: Annotated[
         int | None,
-        typer.Option("--max-file-bytes", min=1, help="Of one safetensors file. [5 GB]", show_default=False),
+        typer.Option(
+            "--max-file-bytes", min=1, help="Largest size of one safetensors file. [5 GB]", show_default=False
+        ),
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of mistakes too.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Also show tracebacks of mistakes.")] = False,
 ) -> int:
-    """Convert a checkpoint: torch DCP (FSDP2, torchtitan), full .pt files, Hugging Face, shardwise; merge an adapter of
-    PEFT into its base. Needs no ranks. Or write our configuration for DeepSpeed's or Accelerate's."""
+    """Convert a checkpoint between torch DCP (FSDP2, torchtitan), full .pt files, Hugging Face and shardwise, or merge
+    a PEFT adapter into its base; needs no ranks. Or convert DeepSpeed's or Accelerate's configuration to ours."""
     if is_configuration(source):
         given = {
             "--to": to,
@@ -208,7 +218,7 @@ app.command()(plan_command.plan)
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> int:
-    """Time this engine beside DDP, FSDP1, FSDP2 and DeepSpeed here; options are those of `python benchmarks peers`."""
+    """Time this engine beside DDP, FSDP1, FSDP2 and DeepSpeed, with the options of `python benchmarks peers`."""
     return bench_script.run(context.args)
 
 

@@ -4,12 +4,12 @@ from shardwise.checkpoint import Converted
 from shardwise.tables import format_bytes
 
 KINDS = {
-    "shardwise": "a checkpoint of shardwise",
-    "parts": "a checkpoint of shardwise in files of each rank",
+    "shardwise": "a shardwise checkpoint",
+    "parts": "a shardwise checkpoint in files per rank",
     "dcp": "a torch DCP directory",
     "pt": "a full .pt file",
     "hf": "a Hugging Face directory",
-    "peft": "an adapter of PEFT",
+    "peft": "a PEFT adapter",
 }
 _SHOWN = 6
 

@@ -45,7 +45,7 @@ def convert(source: str, target: str | None, given: Mapping[str, object]) -> Non
     """
     for name, value in given.items():
         if value:
-            raise ConfigError(f"{name} is for checkpoints, and {source} is a configuration")
+            raise ConfigError(f"{name} is for checkpoints, but {source} is a configuration")
     from shardwise.train.build.from_foreign import configuration_of, notes
 
     settings = read(Path(source))
@@ -60,7 +60,7 @@ def convert(source: str, target: str | None, given: Mapping[str, object]) -> Non
         raise ConfigError(f"{target} exists already: name another file, or remove it") from None
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
-    print(f"{target}: a configuration of shardwise, from {settings.library}'s {source}")
+    print(f"{target}: a shardwise configuration, from {settings.library}'s {source}")
     print("\n".join(notes(settings)))
 
 
@@ -123,7 +123,7 @@ def _tell(source: Path, settings: ForeignSettings | None, taken: Mapping[str, ob
     said = ", ".join(map(_said, taken.items())) or "nothing to plan with"
     print(f"{source} ({library}): {said}", file=sys.stderr)
     if settings is not None:
-        for line in (*settings.changes, *(f"no equal: {name}" for name in settings.without_equal)):
+        for line in (*settings.changes, *(f"no counterpart: {name}" for name in settings.without_equal)):
             print(f"  {line}", file=sys.stderr)
 
 

@@ -122,7 +122,7 @@ def _extra(found: Inspection) -> list[str]:
     if len(items) > _EXTRA_SHOWN:
         lines.append(f"  and {len(items) - _EXTRA_SHOWN} more")
     if found.left_out:
-        lines += _wrapped(f"  besides, not carried over by convert: {', '.join(found.left_out)}", 4)
+        lines += _wrapped(f"  also stored, but not carried over by convert: {', '.join(found.left_out)}", 4)
     return ["extra", *lines] if lines else []
 
 
@@ -143,7 +143,7 @@ def _health(found: Inspection) -> list[str]:
 
 
 def _partial(found: Partial) -> list[str]:
-    what = f"{found.location}: a crash left this, or a save is under way; it is not a checkpoint"
+    what = f"{found.location}: left by a crash, or a save is under way; it is not a checkpoint"
     size = f"{format_bytes(sum(found.files.values()))} in {counted(len(found.files), 'file')}"
     return [*_wrapped(what, 2), f"{size}; the next save to the same name replaces it", "", *_files(found.files)]
 

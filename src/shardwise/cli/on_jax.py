@@ -138,7 +138,9 @@ def _of_jax(asked: Asked, source: ModelSource | None) -> tuple[dict[str, Any], l
     from shardwise.train.on_jax.wishes import REMAT
 
     if source is not None and source.config is None:
-        raise PlanError(f"{asked.model}: JAX builds models from a transformers configuration, or module:function")
+        raise PlanError(
+            f"{asked.model}: JAX builds models only from a transformers configuration or from module:function"
+        )
     stored, computed, products = PRECISIONS[asked.precision]
     devices = asked.cluster.world_size
     settings = []
@@ -146,7 +148,10 @@ def _of_jax(asked: Asked, source: ModelSource | None) -> tuple[dict[str, Any], l
         fsdp = _shards(one, asked.cluster)
         remat = REMAT.get(one["activation_checkpointing"])
         if remat is None:
-            raise PlanError(f"--activation-checkpointing {one['activation_checkpointing']}: JAX has {', '.join(REMAT)}")
+            raise PlanError(
+                f"--activation-checkpointing {one['activation_checkpointing']}: must be one of {', '.join(REMAT)} "
+                "with --backend jax"
+            )
         settings.append(Setting(fsdp, devices // fsdp, one["micro_batch"], one["accumulation"], remat))
     model = asked.model if source is None else dict(source.config or {})
     gpu = asked.cluster.hardware.name.partition("-")[0]
@@ -172,7 +177,7 @@ def _shards(setting: Mapping[str, Any], cluster: Cluster) -> int:
     if strategy == "full_shard":
         return cluster.world_size
     if strategy != "hybrid_shard":
-        raise PlanError(f"--strategy {strategy}: with --backend jax there are full_shard, hybrid_shard and no_shard")
+        raise PlanError(f"--strategy {strategy}: must be full_shard, hybrid_shard or no_shard with --backend jax")
     group = group or cluster.gpus_per_node
     if cluster.world_size % group:
         raise PlanError(f"--shard-group {group} does not divide the {cluster.world_size} devices")
@@ -218,7 +223,7 @@ def _of_torch(asked: Asked) -> list[Row]:
         }
         found = [forecast(asked.model, **shared, **setting) for setting in asked.settings]
     except (ModuleNotFoundError, UserError) as error:
-        print(f"no forecast of the torch engine: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"no forecast for the torch engine: {' '.join(str(error).split())}", file=sys.stderr)
         return []
     return [
         Row("torch", setting, needed_bytes(one), one.usable_bytes, (one.step_time_s,) * 2, one.bytes_sent_per_rank)
@@ -231,23 +236,23 @@ _NUMBERS = {"batch", "GiB", "s/step", "GB sent"}
 
 def _note(platform: str) -> str:
     """Return a note on what the figures include and what they do not."""
-    compiled = "so many of these GPUs; its temporaries hold attention's scores"
+    compiled = "the same number of these GPUs, and its temporaries hold attention's scores"
     if platform == "cpu":
         compiled = (
-            "as many devices of a CPU, whose temporaries hold bf16 as fp32, and attention's scores; with JAX's CUDA "
-            "plugin installed it compiles for A100, H100 and H200"
+            "the same number of CPU devices, where temporaries hold bf16 as fp32, and attention's scores; with "
+            "JAX's CUDA plugin installed it compiles for A100, H100 and H200"
         )
     return (
-        f"jax: the program that XLA compiles for {compiled}. s/step: matrix products and collectives, beside one "
-        "another and one after another; other operations do not count. torch: the engine's forecast, context and NCCL "
-        "included."
+        f"jax: the program that XLA compiles for {compiled}. s/step: matrix products and collectives, first "
+        "overlapped, then one after another; other operations do not count. torch: the engine's forecast, with "
+        "context and NCCL included."
     )
 
 
 def _where(asked: Asked) -> str:
     cluster = asked.cluster
     on = f"{cluster.world_size} x {cluster.hardware.name}" + (f" on {cluster.nodes} nodes" * (cluster.nodes > 1))
-    return f"{on}, {asked.seq_len:,} tokens a sequence, {asked.precision}, adamw"
+    return f"{on}, {asked.seq_len:,} tokens per sequence, {asked.precision}, adamw"
 
 
 def _table(asked: Asked, title: str, rows: Sequence[Row], note: str) -> str:

@@ -38,7 +38,7 @@ def options_of(path: Path, gpu: str | None = None) -> dict[str, Any]:
     model, train, parallel, lora = config.model, config.train, config.parallel, config.lora
     if parallel.backend != "torch":
         raise ConfigError(
-            f"{path}: parallel.backend = {parallel.backend!r} is planned with shardwise plan --backend jax"
+            f"{path}: parallel.backend = {parallel.backend!r} is planned only with shardwise plan --backend jax"
         )
     compute = parallel.param_dtype or _computed_in(model.dtype, find_device(gpu or parallel.hardware or USUAL_GPU))
     master = "fp32" if lora.r else model.dtype

@@ -1,4 +1,4 @@
-"""`shardwise plan`: what fits, how fast, with what."""
+"""`shardwise plan`: which settings fit, and how fast they are."""
 
 import inspect
 import itertools
@@ -30,9 +30,9 @@ _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"
 
 
 def plan(**given: Any) -> int:
-    """Plan a training run: what fits, how fast, with what. No GPU is needed.
+    """Plan a training run: which settings fit, and how fast they are. No GPU is needed.
 
-    Options that take several values, separated by commas, are searched over them.
+    If an option has several values, separated by commas, the search tries all of them.
     """
     options = with_settings(Options(**given))
     _check_counts(options)
@@ -78,7 +78,7 @@ def _asked_of_jax(options: Options) -> "Asked":
     from shardwise.plan.simulate.roofline import DEFAULT
 
     if options.backend != "jax":
-        raise PlanError(f"--backend {options.backend}: torch or jax")
+        raise PlanError(f"--backend {options.backend}: must be torch or jax")
     if options.model is None:
         raise UserError("MODEL is missing: shardwise plan llama-3-8b --backend jax (see shardwise plan --help)")
     for field in fields(Options):
@@ -87,7 +87,7 @@ def _asked_of_jax(options: Options) -> "Asked":
             raise UserError(f"--{name} has no effect with --backend jax: leave it out")
     precision = options.precision or "bf16"
     if precision not in PRECISIONS:
-        raise PlanError(f"--precision {precision}: with --backend jax one of {', '.join(PRECISIONS)}")
+        raise PlanError(f"--precision {precision}: must be one of {', '.join(PRECISIONS)} with --backend jax")
     hardware = find_device(options.gpu or USUAL_GPU)
     between = find_interconnect(options.interconnect or hardware.interconnect)
     choices: dict[str, Sequence[Any]] = {
@@ -101,7 +101,7 @@ def _asked_of_jax(options: Options) -> "Asked":
     settings = [dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values())]
     lengths = numbers_of("--seq-len", options.seq_len) or [SEQ_LEN]
     if len(lengths) > 1:
-        raise PlanError(f"--seq-len {options.seq_len}: one length with --backend jax")
+        raise PlanError(f"--seq-len {options.seq_len}: must be a single length with --backend jax")
     cluster = Cluster(hardware, between, options.gpus or 8, options.nodes or 1, DEFAULT.links)
     return Asked(options.model, cluster, settings, precision, lengths[0])
 
@@ -189,7 +189,7 @@ def _training_config(answer: "Plan", path: Path | None) -> tuple[str, PlanError 
         return "", None
     try:
         text = dump_toml(training_config(answer.source, answer.best.job, path.stem if path else "planned"))
-        hint = "# data.source is to be set: a file, folder or glob of texts, tables or instructions.\n"
+        hint = "# Set data.source to a file, folder or glob of texts, tables or instructions.\n"
         return (hint + text if _still_to_set(text) else text), None
     except PlanError as error:
         return "", error
@@ -199,7 +199,7 @@ def _still_to_set(configuration: str) -> str:
     """Return what the user must still add to the command that trains a written configuration; empty if nothing."""
     from shardwise.train.config.schema import UNSET
 
-    return " data.source=..., which is not set in it" if f'source = "{UNSET}"' in configuration else ""
+    return " data.source=... (which the file does not set)" if f'source = "{UNSET}"' in configuration else ""
 
 
 def _check_counts(options: Options) -> None:
@@ -207,7 +207,7 @@ def _check_counts(options: Options) -> None:
         count = getattr(options, name)
         if count is not None and count < 1:
             option = f"--{name.replace('_', '-')}"
-            raise PlanError(f"{option} {count}: a whole number from 1 on; leave it out for the usual")
+            raise PlanError(f"{option} {count}: must be a whole number of at least 1; leave it out for the default")
 
 
 def _check_outputs(options: Options) -> None:
@@ -230,22 +230,22 @@ def _check_writable(*paths: Path | None) -> None:
             continue
         folder = path.absolute().parent
         if not folder.is_dir():
-            raise PlanError(f"cannot write {path}: there is no directory {path.parent}{nearest_path(path.parent)}")
+            raise PlanError(f"cannot write {path}: no such directory: {path.parent}{nearest_path(path.parent)}")
         if path.is_dir():
             raise PlanError(f"cannot write {path}: it is a directory; name a file")
         if not os.access(path if path.exists() else folder, os.W_OK):
-            raise PlanError(f"cannot write {path}: it may not be written to; name another file")
+            raise PlanError(f"cannot write {path}: no permission to write it; name another file")
 
 
 def _refuse_for_a_plan(options: Options) -> None:
     given = {"--ranks": options.ranks is not None, "--output": options.output != CALIBRATED}
     if options.base is not None and Adapters.of(options.lora) is None:
-        raise PlanError(f"--base {options.base} is of a frozen base: add --lora 16, or leave --base out")
+        raise PlanError(f"--base {options.base} needs a frozen base: add --lora 16, or leave --base out")
     for name, is_given in given.items():
         if is_given:
-            raise UserError(f"{name} is for a calibration: add --calibrate, or leave {name} out")
+            raise UserError(f"{name} is only for a calibration: add --calibrate, or leave {name} out")
     if options.quick and options.thorough:
-        raise UserError("--quick and --thorough: choose one of them")
+        raise UserError("--quick and --thorough cannot be combined: choose one of them")
 
 
 def _say(line: str) -> None:

@@ -28,14 +28,16 @@ def _option(text: str, *names: str) -> Any:
 class _ClusterOptions:
     """Options about the devices that a run is planned for."""
 
-    gpu: Annotated[Text, _option("Device: a packaged name or a hardware file. [h100-sxm-80gb]")] = None
-    gpus: Annotated[Count, _option("Devices of each node. [8]")] = None
-    nodes: Annotated[Count, _option("Nodes. [1]")] = None
+    gpu: Annotated[Text, _option("The device: a packaged name or a hardware file. [h100-sxm-80gb]")] = None
+    gpus: Annotated[Count, _option("Number of devices per node. [8]")] = None
+    nodes: Annotated[Count, _option("Number of nodes. [1]")] = None
     interconnect: Annotated[
-        Text, _option("Between nodes: a name, a file, or a rate such as 3200gbps (bits) or 400GBps (bytes).")
+        Text,
+        _option("The network between nodes: a name, a file, or a rate such as 3200gbps (bits) or 400GBps (bytes)."),
     ] = None
     price: Annotated[
-        float | None, _option("Of a device for an hour, in any currency: what a step, a day, a million tokens cost.")
+        float | None,
+        _option("Price of one device per hour, in any currency; adds the cost of a step, a day and a million tokens."),
     ] = None
 
 
@@ -43,52 +45,55 @@ class _ClusterOptions:
 class _RunOptions:
     """Options about the training. If an option has several values, the search tries all of them."""
 
-    strategy: Annotated[Text, _option("One or several, such as full_shard,hybrid_shard. [searched]")] = None
-    shard_group: Annotated[Text, _option("Ranks of one copy, for hybrid strategies. [searched]")] = None
-    micro_batch: Annotated[Text, _option("Sequences a rank computes at once. [searched]")] = None
-    accumulation: Annotated[Text, _option("Micro-batches of a step. [1, or from --global-batch]")] = None
+    strategy: Annotated[Text, _option("One or several strategies, such as full_shard,hybrid_shard. [searched]")] = None
+    shard_group: Annotated[Text, _option("Number of ranks that share one copy, for hybrid strategies. [searched]")] = (
+        None
+    )
+    micro_batch: Annotated[Text, _option("Number of sequences that a rank computes at once. [searched]")] = None
+    accumulation: Annotated[Text, _option("Number of micro-batches per step. [1, or from --global-batch]")] = None
     activation_checkpointing: Annotated[
-        Text, _option("none, full, selective-ops, every-N, offload. [searched, but for offload]")
+        Text, _option("none, full, selective-ops, every-N, offload. [searched, except offload]")
     ] = None
     precision: Annotated[Text, _option("bf16, fp16, fp32, bf16-true, or param/reduce/master. [bf16]")] = None
     lora: Annotated[
         Text,
         _option(
-            "Rank of PEFT's adapters beside a frozen base, or r=16 and some of targets=q_proj+v_proj, dropout=0.1, "
-            "dtype=fp32 (of the base). [none: all is trained]"
+            "Rank of PEFT's adapters beside a frozen base, or r=16 and some of targets=q_proj+v_proj, "
+            "dropout=0.1, dtype=fp32 (of the base). [none: all weights are trained]"
         ),
     ] = None
-    base: Annotated[Text, _option("Of --lora's frozen base: nf4 or int8, else as computed with.")] = None
+    base: Annotated[Text, _option("Format of --lora's frozen base: nf4 or int8. [the compute dtype]")] = None
     autocast: Annotated[
-        Text, _option("bf16 or fp16: torch's autocast over fp32 parameters, of other engines. [none]")
+        Text, _option("bf16 or fp16: torch's autocast over fp32 parameters, for other engines. [none]")
     ] = None
-    float8: Annotated[Text, _option("compute or gathers: linear layers in 8 bits, of other engines. [none]")] = None
-    seq_len: Annotated[Text, _option("Tokens of a sequence. [2048]")] = None
+    float8: Annotated[Text, _option("compute or gathers: linear layers in 8 bits, for other engines. [none]")] = None
+    seq_len: Annotated[Text, _option("Number of tokens per sequence. [2048]")] = None
     offload: Annotated[
         Text,
         _option(
-            "params=PLACE,optimizer=PLACE,gradients=cpu, or some of them; PLACE is cpu or nvme. [none, unless nothing "
-            "fits]"
+            "Some of params=PLACE, optimizer=PLACE and gradients=cpu, separated by commas; PLACE is cpu or nvme. "
+            "[none, unless nothing fits]"
         ),
     ] = None
     optimizer_in_backward: Annotated[
         bool,
         _option(
-            "Each unit's step is taken in backward: gradients of one unit at a time, clipped by no norm of all.",
+            "Take each unit's step in backward: only one unit's gradients are held at a time, and the norm of "
+            "all gradients cannot be clipped.",
             "--optimizer-in-backward",
         ),
     ] = False
     reshard_after_forward: Annotated[Text, _option("true, false or a number of ranks.")] = None
-    slots: Annotated[Text, _option("Buffers for gathered units per size class. [3]")] = None
+    slots: Annotated[Text, _option("Number of buffers for gathered units per size class. [3]")] = None
     units: Annotated[
-        Text, _option("Fewest parameters of a unit, or names of the classes that are units. [the model's blocks]")
+        Text, _option("Least number of parameters of a unit, or class names of the units. [the model's blocks]")
     ] = None
     optimizer: Annotated[
         Text, _option("adamw, adamw-bf16, adamw-8bit, adamw-foreach, adam, sgd, momentum, muon. [adamw]")
     ] = None
     attention: Annotated[Text, _option("sdpa (fused) or eager. [sdpa]")] = None
     loss: Annotated[Text, _option("model (its own), fused, chunked. [model]")] = None
-    compiled: Annotated[bool, _option("Blocks are compiled.", "--compile")] = False
+    compiled: Annotated[bool, _option("Compile blocks.", "--compile")] = False
     engine: Annotated[Text, _option("shardwise, fsdp1, fsdp2 or deepspeed. [shardwise]")] = None
 
 
@@ -105,37 +110,49 @@ class Options(_RunOptions, _ClusterOptions):
         ),
     ] = None
     backend: Annotated[
-        str, _option("torch, or jax: XLA's own programs, compiled for so many devices and not run. [torch]")
+        str,
+        _option("torch, or jax: compile XLA's own programs for this number of devices, without running them. [torch]"),
     ] = "torch"
-    global_batch: Annotated[Count, _option("Sequences of a step; accumulation follows.")] = None
+    global_batch: Annotated[Count, _option("Number of sequences per step; the accumulation follows from it.")] = None
     compare: Annotated[
-        Text, _option("Engines side by side: some of ddp, fsdp1, fsdp2, deepspeed, shardwise, with commas between.")
+        Text, _option("Compare engines: some of ddp, fsdp1, fsdp2, deepspeed, shardwise, separated by commas.")
     ] = None
     budget: Annotated[Text, _option("Memory of a device that may be used, such as 70GiB. [all]")] = None
-    objective: Annotated[str, _option("tokens_per_s, memory or micro_batch. [tokens_per_s]")] = "tokens_per_s"
-    smallest_cluster: Annotated[bool, _option("Say how few devices would do.", "--smallest-cluster")] = False
-    largest_batch: Annotated[bool, _option("Say how large a micro-batch would fit.", "--largest-batch")] = False
-    quick: Annotated[
-        bool, _option("Look at the strategy that shards most alone; calibrate less exactly.", "--quick")
+    objective: Annotated[str, _option("What is best: tokens_per_s, memory or micro_batch. [tokens_per_s]")] = (
+        "tokens_per_s"
+    )
+    smallest_cluster: Annotated[
+        bool, _option("Also find the fewest devices on which the model fits.", "--smallest-cluster")
     ] = False
-    thorough: Annotated[bool, _option("Forecast the whole grid, bounds aside: minutes.", "--thorough")] = False
-    workers: Annotated[Count, _option("Processes that search. [one a core, at most 8]")] = None
+    largest_batch: Annotated[bool, _option("Also find the largest micro-batch that fits.", "--largest-batch")] = False
+    quick: Annotated[
+        bool, _option("Search only the strategy that shards most. With --calibrate: measure less exactly.", "--quick")
+    ] = False
+    thorough: Annotated[
+        bool, _option("Forecast the whole grid, without the shortcuts of bounds; takes minutes.", "--thorough")
+    ] = False
+    workers: Annotated[Count, _option("Number of processes that search. [one per core, at most 8]")] = None
     foreign: Annotated[
         File,
         _option(
-            "What you have now: a configuration to train with (.toml), DeepSpeed's ds_config.json or the file of "
-            "accelerate config.",
+            "Plan with the settings of a file: a training configuration (.toml), DeepSpeed's ds_config.json or "
+            "the file of accelerate config.",
             "--from",
         ),
     ] = None
     json: Annotated[bool, _option("Print the best forecast as JSON.", "--json")] = False
-    html: Annotated[File, _option("Write a page.")] = None
-    trace: Annotated[File, _option("Write the best one's timeline: .json (Perfetto) or .svg.")] = None
-    config: Annotated[File, _option("Write the best one as a configuration to train with.")] = None
-    calibrate: Annotated[bool, _option("Measure this machine instead, through torchrun.", "--calibrate")] = False
-    ranks: Annotated[Count, _option("Of a calibration. [all GPUs, else 2]")] = None
-    output: Annotated[Path, _option("Hardware file of a calibration. [hardware.toml]")] = CALIBRATED
-    debug: Annotated[bool, _option("Show tracebacks of mistakes too.", "--debug")] = False
+    html: Annotated[File, _option("Write the answer as an HTML page.")] = None
+    trace: Annotated[File, _option("Write the best configuration's timeline: .json (Perfetto) or .svg.")] = None
+    config: Annotated[File, _option("Write the best configuration as a training configuration.")] = None
+    calibrate: Annotated[
+        bool,
+        _option(
+            "Measure this machine instead of planning, on ranks that are started here or by torchrun.", "--calibrate"
+        ),
+    ] = False
+    ranks: Annotated[Count, _option("Number of ranks for a calibration. [all GPUs, else 2]")] = None
+    output: Annotated[Path, _option("Hardware file that a calibration writes. [hardware.toml]")] = CALIBRATED
+    debug: Annotated[bool, _option("Also show tracebacks of mistakes.", "--debug")] = False
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the job to plan: a value, values to search over, or None to leave it to the
@@ -180,7 +197,7 @@ def words_of(option: str, given: str | None) -> list[str] | None:
         return None
     words = [word.strip() for word in given.split(",") if word.strip()]
     if not words:
-        raise PlanError(f"{option} {given!r} names nothing: give a value, several with commas between, or leave it out")
+        raise PlanError(f"{option} {given!r} has no values: give one or several, separated by commas, or leave it out")
     return words
 
 
@@ -191,7 +208,7 @@ def numbers_of(option: str, given: str | None) -> list[int] | None:
     if found is None:
         return None
     if any(not word.isdecimal() or not int(word) for word in found):
-        raise PlanError(f"{option} {given}: whole numbers from 1 on, separated by commas, or search")
+        raise PlanError(f"{option} {given}: must be whole numbers of at least 1, separated by commas, or search")
     return [int(word) for word in found]
 
 
@@ -217,7 +234,7 @@ def _units(given: str | None) -> int | frozenset[str] | None:
     if len(words) > 1 or not words[0].isdecimal():
         return frozenset(words)
     if not int(words[0]):
-        raise PlanError("--units 0: a whole number from 1 on, or names of classes; leave it out for the usual")
+        raise PlanError("--units 0: must be a whole number of at least 1, or class names; leave it out for the default")
     return int(words[0])
 
 
@@ -227,5 +244,5 @@ def _bytes(given: str | None) -> int | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", given.strip().lower())
     if match is None or match[2] not in _BYTES or not 0 < float(match[1]) < inf:
-        raise PlanError(f"--budget {given}: an amount of memory, such as 70GiB or 75GB")
+        raise PlanError(f"--budget {given}: must be an amount of memory, such as 70GiB or 75GB")
     return int(float(match[1]) * _BYTES[match[2]])

@@ -116,7 +116,7 @@ class Searching:
         best = ranked(self._found, self._question.objective, self._question.budget_bytes).best
         if best is None:
             return ""
-        return f"; best so far: {full_name(best.job)}, {best.tokens_per_s_per_gpu:,.0f} tokens/s a GPU"
+        return f"; best so far: {full_name(best.job)}, {best.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"
 
     def _interrupted(self, number: int, frame: FrameType | None) -> NoReturn:
         """Print the results so far and end the process at once, because an exception can be swallowed in an import."""

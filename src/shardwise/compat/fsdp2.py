@@ -171,8 +171,8 @@ def _expect_numbers(module: nn.Module | Sequence[nn.Module]) -> None:
             if any(are_blank):
                 name = [*held][are_blank.index(True)]
                 raise UsageError(
-                    f"{name!r} of {type(called).__name__} was built on the meta device and has no numbers: call "
-                    "what initialises it (FSDP2's scripts: to_empty, then init_weights) after fully_shard"
+                    f"{name!r} of {type(called).__name__} was built on the meta device and has no numbers: "
+                    "initialise it after fully_shard (FSDP2's scripts call to_empty, then init_weights)"
                 )
 
     first = module if isinstance(module, nn.Module) else module[0]
@@ -186,7 +186,7 @@ def _check_materialized(held: Mapping[str, torch.Tensor]) -> None:
         together = [name for name in blank if getattr(held[name], "unit", None) is unit]
         raise UsageError(
             "FSDP parameters should be materialized from meta device before training, but the following were "
-            f"still on meta device: {together}. Call to_empty(device=...), then what initialises them"
+            f"still on meta device: {together}. Call to_empty(device=...), then initialise them"
         )
 
 
@@ -209,7 +209,7 @@ def _own_parameters(
 def _check_callable(module: nn.Module | Sequence[nn.Module]) -> None:
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(
-            "fully_shard does not support containers that do not implement forward: nobody calls a "
+            "fully_shard does not support containers that do not implement forward, because nothing calls a "
             f"{type(module).__name__}; give each module in it, or the module that calls them"
         )
 
@@ -227,8 +227,9 @@ def _check_placements(
             continue
         if hasattr(answer, "mesh_info"):
             raise UsageError(
-                f"shard_placement_fn: {answer!r} has a parameter of shape {tuple(shape)} on a mesh of its own; give "
-                "its module a fully_shard(mesh=) of its own, or the parameter to ignored_params"
+                f"shard_placement_fn: {answer!r} places a parameter of shape {tuple(shape)} on a mesh of its "
+                "own, which is not supported; give its module a fully_shard(mesh=) of its own, or the parameter "
+                "to ignored_params"
             )
         if not isinstance(answer, Shard):
             raise ValueError(f"Invalid shard_placement_fn result: {answer!r} is neither None nor a Shard")
@@ -237,8 +238,8 @@ def _check_placements(
             raise AssertionError(f"Shard dim {dim} is invalid for {len(shape)}D tensor: {shape}")
         if dim and shape[dim] % world_size:
             raise NotImplementedError(
-                f"FSDP does not support uneven sharding on dim {dim}: {shape} (world size: {world_size}). Here "
-                "parameters are cut without regard to dims: answer None"
+                f"FSDP does not support uneven sharding on dim {dim}: {shape} (world size: {world_size}). "
+                "shardwise cuts parameters without regard to dims: return None"
             )
 
 
@@ -289,7 +290,7 @@ def _dims(dims: DataParallelMeshDims) -> tuple[str, ...]:
     found: list[str] = []
     for asked in (dims.replicate, dims.shard):
         if isinstance(asked, tuple):
-            raise UsageError(f"dp_mesh_dims: {asked!r} are several axes; flatten them to one in the mesh")
+            raise UsageError(f"dp_mesh_dims: {asked!r} names several axes; flatten them to one in the mesh")
         found += [] if asked is None else [asked]
     return tuple(found)
 

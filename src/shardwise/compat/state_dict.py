@@ -169,8 +169,8 @@ def set_model_state_dict(
     missing, unexpected = ([n for n in a if n not in b] for a, b in ((targets, set(names)), (names, targets)))
     if options.strict and (missing or unexpected):
         raise RuntimeError(
-            f"set_model_state_dict of {type(model).__name__}: missing {missing}, unexpected {unexpected}; "
-            "StateDictOptions(strict=False) loads what fits"
+            f"set_model_state_dict of {type(model).__name__}: missing {missing}, unexpected {unexpected}; to "
+            "load what fits, use StateDictOptions(strict=False)"
         )
     for name in names:
         if name in targets:
@@ -242,7 +242,7 @@ def _by_position(
         missing = [name for name in members if name not in groups]
         if missing and strict:
             raise UsageError(
-                f"set_optimizer_state_dict: nothing is given for {missing[0]!r} (and {len(missing) - 1} more)"
+                f"set_optimizer_state_dict: no state is given for {missing[0]!r} (and {len(missing) - 1} more)"
             )
         known = next((groups[name] for name in members if name in groups), group)
         saved = {key: value for key, value in known.items() if key != "params"}
@@ -339,7 +339,7 @@ def _cut(optimizer: Optimizer, parameter: Tensor, state: dict[str, Any]) -> dict
 def _check_shape(name: str, full: Any, target: Tensor) -> None:
     if not isinstance(full, Tensor) or full.shape != target.shape:
         what = tuple(full.shape) if isinstance(full, Tensor) else type(full).__name__
-        raise UsageError(f"set_model_state_dict: {name!r} is given as {what}, and the model has {tuple(target.shape)}")
+        raise UsageError(f"set_model_state_dict: {name!r} is given as {what}, but the model has {tuple(target.shape)}")
 
 
 @torch.no_grad()
@@ -371,7 +371,8 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
             if id(parameter) not in names:
                 raise UsageError(
                     f"group {number} of this {type(optimizer).__name__} has a parameter of shape "
-                    f"{tuple(parameter.shape)} that the model does not have: build it from model.parameters()"
+                    f"{tuple(parameter.shape)} that the model does not have: build the optimizer from "
+                    "model.parameters()"
                 )
     return names
 

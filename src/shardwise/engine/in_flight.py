@@ -39,8 +39,8 @@ class InFlight(deque[Flight]):
     shard's gradient and later ones add to it."""
 
     def make_room(self, unit: Unit) -> None:
-        """Call before sums of the unit begin: finish sums of other units whose slices rest elsewhere, oldest first, until
-        its own slices have room in the ring. Slots are freed as usual, so the parts of a reduction stay the same."""
+        """Call before sums of the unit begin: finish sums of units whose slices rest elsewhere, oldest first, until its
+        own slices have room in the ring. Slots are freed as usual, so the parts of a reduction stay the same."""
         wanted = len(_homes(unit))
         held = [flight for flight in self if not flight.is_summed and _homes(flight.unit)] if wanted else []
         wanted += sum(len(_homes(flight.unit)) for flight in held)

@@ -50,11 +50,11 @@ def read_accelerate(
     settings.ranks, settings.nodes = tree.whole("num_processes", least=1), tree.whole("num_machines", least=1)
     compute = tree.word("mixed_precision", {"no", "bf16", "fp16", "fp8"})
     if compute == "fp8":
-        settings.without_equal.append("mixed_precision fp8: bf16 is written")
+        settings.without_equal.append("mixed_precision fp8: bf16 is written instead")
     if compute is not None and settings.compute is None:
         settings.compute = {"no": "fp32", "fp8": "bf16"}.get(compute, compute)
         if kind == "FSDP" and compute != "no":
-            settings.changes.append(f"gradients are summed over ranks in fp32, there in {settings.compute}")
+            settings.changes.append(f"gradients are summed over ranks in fp32, not in {settings.compute} as in FSDP")
     dynamo = tree.table("dynamo_config")
     if str(dynamo.take("dynamo_backend") or "NO").upper() != "NO":
         settings.train["compile"] = True

@@ -102,11 +102,12 @@ def _read_precision(tree: SettingsTable, settings: ForeignSettings) -> None:
     settings.reduce = _DTYPES[travels] if travels is not None else None
     if settings.compute in {"bf16", "fp16"} and travels is None:
         settings.changes.append(
-            f"gradients are summed over ranks in fp32, there in {settings.compute} (parallel.reduce_dtype)"
+            f"gradients are summed over ranks in fp32, not in {settings.compute} as in DeepSpeed "
+            "(parallel.reduce_dtype)"
         )
     accumulates = tree.table("data_types").word("grad_accum_dtype")
     if accumulates not in {None, "fp32"}:
-        settings.changes.append("micro-batches' gradients are added in fp32")
+        settings.changes.append("gradients of micro-batches are added in fp32")
 
 
 def _read_optimizer(tree: SettingsTable, settings: ForeignSettings) -> None:
@@ -129,13 +130,13 @@ def _read_optimizer(tree: SettingsTable, settings: ForeignSettings) -> None:
     if kind.lower() == "muon":
         _read_muon(given, settings)
     elif kind.lower() not in _ADAM:
-        settings.without_equal.append(f"optimizer {kind}: AdamW is what `shardwise train` has")
+        settings.without_equal.append(f"optimizer {kind}: `shardwise train` has AdamW and Muon")
     elif given.flag("adam_w_mode") is False:
         settings.changes.append(
-            "weight decay is decoupled (AdamW); there it is part of the gradient (adam_w_mode=false)"
+            "weight decay is decoupled (AdamW); in DeepSpeed it is part of the gradient (adam_w_mode=false)"
         )
     if settings.train.get("weight_decay"):
-        settings.changes.append("weight decay is for parameters of two or more dimensions alone")
+        settings.changes.append("weight decay applies only to parameters of two or more dimensions")
     settings.without_effect += given.taken({"torch_adam", "bias_correction", "amsgrad", "adam_w_mode"})
     settings.without_equal += [*given.rest, *optimizer.rest]
 
@@ -148,8 +149,8 @@ def _read_muon(given: SettingsTable, settings: ForeignSettings) -> None:
     lr = settings.train.pop("lr", None)
     if lr is not None:
         settings.changes.append(
-            f"Muon's updates are scaled to the size of AdamW's, so its lr of {lr:g} there is left out: set train.lr as "
-            "for AdamW"
+            f"updates of Muon are scaled to the size of AdamW's, so DeepSpeed's lr of {lr:g} is left out: set "
+            "train.lr as for AdamW"
         )
 
 
@@ -167,7 +168,7 @@ def _read_schedule(tree: SettingsTable, settings: ForeignSettings) -> None:
     shapes = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     if kind is None or kind not in shapes:
         settings.without_equal.append(
-            f"scheduler {kind}: constant is written; shardwise has cosine, linear and constant"
+            f"scheduler {kind}: constant is written instead; shardwise has cosine, linear and constant"
         )
         settings.train["schedule"] = "constant"
         return
@@ -179,7 +180,9 @@ def _read_schedule(tree: SettingsTable, settings: ForeignSettings) -> None:
         settings.train["warmup_steps"] = 1000 if warmup is None else warmup
     _read_ends(kind, given, settings)
     if (given.word("warmup_type") or "log") == "log":
-        settings.changes.append('warm-up is linear; there it is logarithmic (warmup_type is "log" unless it is set)')
+        settings.changes.append(
+            'warm-up is linear; in DeepSpeed it is logarithmic (warmup_type is "log" unless it is set)'
+        )
     settings.without_equal += [*given.rest, *schedule.rest]
 
 
@@ -204,7 +207,7 @@ def _read_logs(tree: SettingsTable, settings: ForeignSettings) -> None:
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
         settings.log["every"] = every
     elif every is not None:
-        settings.changes.append(f"steps_per_print = {every!r}: every step has its line (log.every)")
+        settings.changes.append(f"steps_per_print = {every!r}: one line per step (log.every)")
     board = tree.table("tensorboard")
     if board.flag("enabled"):
         settings.log["tensorboard"] = True
@@ -214,6 +217,6 @@ def _read_logs(tree: SettingsTable, settings: ForeignSettings) -> None:
             settings.without_equal.append(name)
     if tree.table("activation_checkpointing").rest:
         settings.changes.append(
-            "activation_checkpointing has no switch there, the model's code decides; here it is "
-            "train.activation_checkpointing"
+            "activation_checkpointing has no switch in DeepSpeed, where the model's code decides; in shardwise "
+            "it is train.activation_checkpointing"
         )

@@ -36,8 +36,8 @@ def read(path: Path) -> ForeignSettings:
         return fsdp.read_fsdp(values, str(path))
     found = f"it has {', '.join(sorted(map(str, values))[:5])}" if values else "it is empty"
     raise ConfigError(
-        f"{path} is not a configuration of DeepSpeed's (zero_optimization, ...) or of Accelerate's (distributed_type, "
-        f"...): {found}"
+        f"{path} is not a configuration of DeepSpeed (zero_optimization, ...) or of Accelerate "
+        f"(distributed_type, ...): {found}"
     )
 
 
@@ -50,18 +50,18 @@ def _tree(path: Path) -> Mapping[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file{nearest_path(path)}") from None
+        raise ConfigError(f"{path}: no such file{nearest_path(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     values = _parsed(path, text)
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{path} holds a {type(values).__name__}, not a table of settings")
+        raise ConfigError(f"{path} is a {type(values).__name__}, not a table of settings")
     tables: list[Mapping[Any, Any]] = [values]
     while tables:
         table = tables.pop()
         for key, value in table.items():
             if not isinstance(key, str):
-                raise ConfigError(f"{path}: the key {key!r} is not text, as keys of a configuration are")
+                raise ConfigError(f"{path}: the key {key!r} must be a string")
             if isinstance(value, Mapping):
                 tables.append(value)
     return values

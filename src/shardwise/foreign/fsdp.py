@@ -34,7 +34,7 @@ def strategy_of(asked: object, where: str) -> str:
     if name.isdecimal() and 1 <= int(name) <= len(_STRATEGIES):
         name = _STRATEGIES[int(name) - 1]
     if name not in _STRATEGIES:
-        raise ConfigError(f"{where}: {asked!r} is none of the sharding strategies {', '.join(sorted(_STRATEGIES))}")
+        raise ConfigError(f"{where}: {asked!r} is not one of the sharding strategies {', '.join(sorted(_STRATEGIES))}")
     return name.lower()
 
 
@@ -74,9 +74,9 @@ def _read_units(tree: SettingsTable, settings: ForeignSettings) -> None:
     if isinstance(classes, str):
         classes = [name.strip() for name in classes.split(",") if name.strip()]
     if not isinstance(classes, list | None) or not all(isinstance(name, str) for name in classes or ()):
-        raise tree.wrong("transformer_layer_cls_to_wrap", classes, "names of classes")
+        raise tree.wrong("transformer_layer_cls_to_wrap", classes, "class names")
     if policy == "NO_WRAP":
-        settings.changes.append("repeated blocks are units of their own; there the model is one (NO_WRAP)")
+        settings.changes.append("each repeated block is a unit of its own, but with NO_WRAP the model is one unit")
     elif classes and policy != "SIZE_BASED_WRAP":
         settings.units = list(classes)
     elif least and policy != "TRANSFORMER_BASED_WRAP":

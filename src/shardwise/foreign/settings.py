@@ -54,7 +54,7 @@ class ForeignSettings:
             assert path is not None
             self.offload["path"] = path
         if part == "optimizer":
-            self.changes.append("the optimizer's step is taken on the device, where its state comes for it")
+            self.changes.append("optimizer steps run on the device, which loads the optimizer state for the step")
 
     @property
     def whole_batch(self) -> int | None:

@@ -60,7 +60,7 @@ class SettingsTable:
         if value is None:
             return None
         if value != int(value) or (most is not None and value > most):
-            limits = f"from {least} on" if most is None else f"from {least} to {most}"
+            limits = f"of at least {least}" if most is None else f"from {least} to {most}"
             raise self.wrong(key, value, f"a whole number {limits}")
         return int(value)
 
@@ -74,7 +74,7 @@ class SettingsTable:
         except ValueError:
             number = None
         if number is None or not least <= number < float("inf"):
-            raise self.wrong(key, value, f"a number from {least:g} on")
+            raise self.wrong(key, value, f"a number of at least {least:g}")
         return number
 
     def flag(self, key: str) -> bool | None:
@@ -92,7 +92,7 @@ class SettingsTable:
         if value is None:
             return None
         if not isinstance(value, str) or (known and value not in known):
-            raise self.wrong(key, value, f"one of {', '.join(sorted(known))}" if known else "a text")
+            raise self.wrong(key, value, f"one of {', '.join(sorted(known))}" if known else "a string")
         return value
 
     def taken(self, keys: Collection[str]) -> list[str]:

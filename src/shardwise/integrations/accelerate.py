@@ -155,14 +155,15 @@ class Accelerator(accelerate.Accelerator):
             super().__init__(*args, **kwargs)
         if self.distributed_type not in _SERVED:
             raise UsageError(
-                f"Accelerate is set up for {self.distributed_type.value}; shardwise's Accelerator works on plain "
-                "processes: choose multi-GPU, multi-CPU or FSDP in `accelerate config`, or start it with torchrun"
+                f"Accelerate is set up for {self.distributed_type.value}, but shardwise's Accelerator works on "
+                "plain processes: choose multi-GPU, multi-CPU or FSDP in `accelerate config`, or start it with "
+                "torchrun"
             )
         hook = getattr(self.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
         if hook != DDPCommunicationHookType.NO:
             raise UsageError(
-                f"comm_hook={hook.value!r}: DDP's hooks see no gradients of sharded models; to send fewer bits, "
-                'ShardwisePlugin(precision=sw.Precision(reduce="bf16"))'
+                f"comm_hook={hook.value!r} is not supported, because hooks of DDP see no gradients of sharded "
+                'models; to send fewer bits, use ShardwisePlugin(precision=sw.Precision(reduce="bf16"))'
             )
         if self.scaler is not None:
             options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
@@ -208,7 +209,10 @@ class Accelerator(accelerate.Accelerator):
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
         """Raise UsageError: every rank of a sharded model must take part in every step."""
-        raise UsageError("join_uneven_inputs: sharded ranks step together; keep even_batches=True: then all have data")
+        raise UsageError(
+            "join_uneven_inputs is not supported, because sharded ranks step together: keep even_batches=True, so "
+            "that all ranks have data"
+        )
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip by the global norm, and return it on every rank. Every rank must call this."""
@@ -248,7 +252,9 @@ class Accelerator(accelerate.Accelerator):
         ours = {id(parameter) for parameter in model.parameters()}
         found = [prepared.optimizer for prepared in self._all_optimizers if _has_any(prepared.optimizer, ours)]
         if len(found) > 1:
-            raise UsageError("save_state and load_state take one optimizer for each sharded model; here are several")
+            raise UsageError(
+                "save_state and load_state take at most one optimizer for each sharded model, but there are several"
+            )
         return found[0] if found else None
 
     @contextmanager

@@ -88,7 +88,7 @@ class ShardwiseStrategy(DDPStrategy):
             raise UsageError("fabric.save of a sharded module: storage_options and filter are not supported")
         lightning_common.check_checkpoint_io(self._checkpoint_io)
         if len(modules) > 1:
-            raise UsageError(f"fabric.save: the state has {len(modules)} sharded modules, and a checkpoint holds one")
+            raise UsageError(f"fabric.save: the state has {len(modules)} sharded modules, but a checkpoint holds one")
         ((module_name, module),) = modules.items()
         rest = {key: value for key, value in state.items() if key != module_name and key not in optimizers}
         rest = self._convert_stateful_objects_in_state(rest, filter={})
@@ -106,7 +106,7 @@ class ShardwiseStrategy(DDPStrategy):
             state = {"model": state}
         modules, optimizers = _parts(state or {})
         if len(modules) != 1:
-            raise UsageError(f"fabric.load: {path} holds one sharded module; the state to load has {len(modules)}")
+            raise UsageError(f"fabric.load: {path} holds one sharded module, but the state to load has {len(modules)}")
         (module,) = modules.values()
         rest = lightning_common.load_rest(path, weights_only)
         there = {*rest, *modules, *(optimizers if lightning_common.has_optimizer(path) else ())}

@@ -93,13 +93,13 @@ def check_honoured(plugin: Any) -> None:
     """Raise UsageError for settings that the engine cannot honour and that would change the results of a run."""
     if plugin.param_init_fn is not None and not plugin.sync_module_states:  # that makes one which initialises nothing
         raise UsageError(
-            "fsdp_plugin: param_init_fn would not be called; modules on the meta device get their numbers from a "
-            "reset_parameters() of their own, or build the model on a real device"
+            "fsdp_plugin: param_init_fn would not be called; give modules on the meta device a "
+            "reset_parameters() method, or build the model on a real device"
         )
     if callable(plugin.auto_wrap_policy) and not (plugin.transformer_cls_names_to_wrap or plugin.min_num_params):
         name = getattr(plugin.auto_wrap_policy, "__name__", "")
         if name not in {"transformer_auto_wrap_policy", "size_based_auto_wrap_policy"}:
             raise UsageError(
-                "fsdp_plugin: an auto_wrap_policy of your own cannot be translated; pass "
+                "fsdp_plugin: an auto_wrap_policy of your own cannot be translated; use "
                 "ShardwisePlugin(units=...) with a callable (fqn, module) -> bool"
             )

@@ -183,7 +183,7 @@ def _plugin_of(options: Mapping[str, Any]) -> ShardwisePlugin:
     known = [field.name for field in fields(ShardwisePlugin)]
     for name in options:
         if name not in known:
-            raise ConfigError(f"shard: there is no option {name!r}{did_you_mean(name, known)}")
+            raise ConfigError(f"shard: unknown option {name!r}{did_you_mean(name, known)}")
     return ShardwisePlugin(**options)
 
 

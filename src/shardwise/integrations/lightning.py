@@ -117,8 +117,8 @@ class ShardwiseStrategy(DDPStrategy):
             return getattr(module, name)(*args, **kwargs)
         if name == "training_step" and not module.automatic_optimization:
             raise UsageError(
-                "manual optimization runs backward inside training_step: keep what has parameters in one submodule "
-                "(self.model), so that it is sharded instead of the LightningModule"
+                "manual optimization runs backward inside training_step: keep everything with parameters in one "
+                "submodule (self.model), so that it is sharded instead of the LightningModule"
             )
         return self._redirection(module, module, name, *args, **kwargs)
 
@@ -199,9 +199,9 @@ def _check_callbacks(given: Sequence[Callback]) -> None:
     for callback in given:
         if isinstance(callback, _AVERAGING):
             raise UsageError(
-                f"{type(callback).__name__} averages a copy that Lightning makes before the model is sharded: in a "
-                "callback of your own make torch.optim.swa_utils.AveragedModel(module.model) in on_fit_start and call "
-                "its update_parameters in on_train_batch_end"
+                f"{type(callback).__name__} averages a copy that Lightning makes before the model is sharded: "
+                "write a callback that makes torch.optim.swa_utils.AveragedModel(module.model) in on_fit_start "
+                "and calls its update_parameters in on_train_batch_end"
             )
 
 

@@ -40,7 +40,7 @@ def shard_as(module: nn.Module, options: Mapping[str, Any], precision: str) -> N
     """
     if precision not in _COMPUTE.keys() | _PLAIN:
         raise UsageError(
-            f"precision={precision!r}: with shardwise choose {', '.join(sorted(_COMPUTE.keys() | _PLAIN))}"
+            f"precision={precision!r}: must be one of {', '.join(sorted(_COMPUTE.keys() | _PLAIN))} with shardwise"
         )
     if engine_of(module) is not None:
         return
@@ -54,7 +54,7 @@ def sharded_in(module: nn.Module) -> nn.Module | None:
     """Return the one sharded model at or below a module, or None. Raises UsageError if there are several."""
     found = [below for below in module.modules() if engine_of(below, below=False) is not None]
     if len(found) > 1:
-        raise UsageError(f"{type(module).__name__} has {len(found)} sharded models, and a checkpoint holds one")
+        raise UsageError(f"{type(module).__name__} has {len(found)} sharded models, but a checkpoint holds one")
     return found[0] if found else None
 
 
@@ -71,7 +71,9 @@ def save_directory(path: Path, module: nn.Module, optimizers: Sequence[Optimizer
 
 def _only(optimizers: Sequence[Optimizer]) -> Optimizer | None:
     if len(optimizers) > 1:
-        raise UsageError(f"a checkpoint of a sharded model takes one optimizer; here are {len(optimizers)}")
+        raise UsageError(
+            f"a checkpoint of a sharded model takes at most one optimizer, but there are {len(optimizers)}"
+        )
     return optimizers[0] if optimizers else None
 
 
@@ -85,7 +87,7 @@ def load_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
     try:
         rest: dict[str, Any] = torch.load(path / _REST, map_location="cpu", weights_only=bool(weights_only))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} has no {_REST}: it is a checkpoint, but was not written by Lightning") from None
+        raise CheckpointError(f"{path} has no {_REST}: it is a checkpoint, but Lightning did not write it") from None
     return rest
 
 
@@ -108,8 +110,8 @@ def check_checkpoint_io(plugin: object) -> None:
     """Raise UsageError for a CheckpointIO plugin other than the default one, which writes files with torch."""
     if plugin is not None and type(plugin) is not TorchCheckpointIO:
         raise UsageError(
-            f"{type(plugin).__name__}: ranks write a sharded model's checkpoint themselves, not through a CheckpointIO "
-            "plugin, which would be passed over; leave it out"
+            f"{type(plugin).__name__} would be ignored: ranks write a sharded model's checkpoint themselves, not "
+            "through a CheckpointIO plugin; leave it out"
         )
 
 

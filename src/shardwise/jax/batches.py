@@ -44,8 +44,8 @@ def _held(own: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         least, most = own.min(), own.max()
         if least < np.iinfo(kept).min or most > np.iinfo(kept).max:
             raise UsageError(
-                f"a batch has numbers from {least} to {most}, and JAX keeps {own.dtype} as {kept}: map them to smaller "
-                'ones, or call jax.config.update("jax_enable_x64", True) first'
+                f"a batch has numbers from {least} to {most}, but JAX keeps {own.dtype} as {kept}: map them to "
+                "smaller ones, or call jax.config.update('jax_enable_x64', True) first"
             )
     return own
 
@@ -73,14 +73,16 @@ def check_batch(batch: Any, mesh: Mesh, accumulation: int) -> None:
         raise UsageError(f"batch={batch!r} has no arrays: pass a tree of arrays whose first dim is rows")
     for path, leaf in leaves.items():
         if not hasattr(leaf, "dtype"):
-            raise UsageError(f"batch {path!r} is a {type(leaf).__name__}: pass arrays, such as np.asarray(rows)")
+            raise UsageError(
+                f"batch {path!r} is a {type(leaf).__name__}, not an array: pass arrays, such as np.asarray(rows)"
+            )
         if not np.ndim(leaf):
-            raise UsageError(f"batch {path!r} is a number: every array of a batch has a first dim of rows")
+            raise UsageError(f"batch {path!r} is a single number: the first dim of every array in a batch must be rows")
         count = leaf.shape[0] * (1 if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else processes)
         if count % (devices * accumulation):
             raise UsageError(
-                f"batch {path!r} has {count} rows; {devices} devices x accumulation={accumulation} share a multiple of "
-                f"{devices * accumulation} evenly"
+                f"batch {path!r} has {count} rows, which must be a multiple of {devices} devices x "
+                f"accumulation={accumulation} = {devices * accumulation}"
             )
 
 
@@ -91,8 +93,9 @@ def check_own_rows(batch: Any, mesh: Mesh) -> None:
     by_rows = mesh.devices.reshape(data_size(mesh), -1)
     if any(len({device.process_index for device in same}) > 1 for same in by_rows):
         raise UsageError(
-            f"the mesh's tensor axis of {mesh.shape['tensor']} goes over several processes, whose rows are the same: "
-            "pass arrays of JAX (jax.make_array_from_callback(shape, sharding, rows)), or keep tensor within a process"
+            f"the mesh's tensor axis of {mesh.shape['tensor']} spans several processes, which must then have the "
+            "same rows: pass arrays of JAX (jax.make_array_from_callback(shape, sharding, rows)), or keep "
+            "tensor within a process"
         )
 
 

@@ -34,20 +34,20 @@ def mesh(fsdp: int | None = None, tensor: int = 1, replica: int = 1, devices: Se
     found = list(jax.devices() if devices is None else devices)
     for name, size in (("fsdp", fsdp), ("tensor", tensor), ("replica", replica)):
         if size is not None and (not isinstance(size, int) or size < 1):
-            raise MeshError(f"mesh({name}={size!r}): an axis has a whole number of devices, at least one")
+            raise MeshError(f"mesh({name}={size!r}): an axis must have a whole number of devices, at least 1")
     if fsdp is None:
         fsdp = max(len(found) // (tensor * replica), 1)
     wanted = replica * fsdp * tensor
     if wanted != len(found):
-        way_out = f"; for a part of them, devices=jax.devices()[:{wanted}]" if wanted < len(found) else ""
+        way_out = f"; to use only some of them, pass devices=jax.devices()[:{wanted}]" if wanted < len(found) else ""
         raise MeshError(
             f"mesh(fsdp={fsdp}, tensor={tensor}, replica={replica}) needs {wanted} devices; "
             f"there are {len(found)}{way_out}"
         )
     if can_wait_for_ever(found):
         warnings.warn(
-            "JAX's compilation cache is on, and programs for several CPU devices can wait for ever if they come out of "
-            'it: jax.config.update("jax_enable_compilation_cache", False)',
+            "JAX's compilation cache is on, and cached programs for several CPU devices can deadlock: turn it "
+            "off with jax.config.update('jax_enable_compilation_cache', False)",
             stacklevel=2,
         )
     shape, types = (replica, fsdp, tensor), (AxisType.Auto,) * 3
@@ -80,8 +80,8 @@ def over_slices(devices: Sequence[Any], slices: int, shape: tuple[int, int, int]
         between, inside = (1, slices, 1), (replica, fsdp // slices, tensor)
     else:
         raise MeshError(
-            f"mesh(fsdp={fsdp}, tensor={tensor}, replica={replica}): the devices are of {slices} slices, by which "
-            "replica or fsdp has to be divided"
+            f"mesh(fsdp={fsdp}, tensor={tensor}, replica={replica}): the devices belong to {slices} slices, so "
+            f"replica or fsdp must be a multiple of {slices}"
         )
     return mesh_utils.create_hybrid_device_mesh(inside, between, devices=devices)
 
@@ -92,7 +92,7 @@ def check_axes(on: Mesh) -> None:
         raise MeshError(f"mesh={on!r} is not a mesh: make one with shardwise.jax.mesh()")
     if set(AXES) - set(on.axis_names):
         raise MeshError(
-            f"a mesh with the axes {', '.join(on.axis_names)}: make it with shardwise.jax.mesh, which has {AXES}"
+            f"the mesh has the axes {', '.join(on.axis_names)}: make it with shardwise.jax.mesh, which has {AXES}"
         )
 
 

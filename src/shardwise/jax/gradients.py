@@ -72,8 +72,8 @@ def _two_numbers(found: Any) -> tuple[Any, Any]:
     if not isinstance(found, tuple) or len(found) != 2 or any(jnp.shape(number) for number in found):
         shapes = str(jax.tree.map(jnp.shape, found))
         raise UsageError(
-            f"loss_fn returned a {type(found).__name__} of shapes {shapes}: a pair of numbers is needed, (loss_sum, "
-            "weight), such as losses.sum(), losses.size"
+            f"loss_fn returned a {type(found).__name__} of shapes {shapes}: it must return two numbers, "
+            "(loss_sum, weight), such as losses.sum(), losses.size"
         )
     return found
 
@@ -83,16 +83,17 @@ def _checked(before: Any, after: Any) -> Any:
     had, has = leaves_by_path(before), leaves_by_path(after)
     if new := [path for path in has if path not in had]:
         raise UsageError(
-            f"loss_fn left {', '.join(map(repr, new[:3]))} in the module, which the state has no place for: take out "
-            "what was sown before it returns, nnx.pop(model, nnx.Intermediate), or create variables in the constructor"
+            f"loss_fn left {', '.join(map(repr, new[:3]))} in the module, but the state has no place for it: "
+            "remove sown values before it returns, with nnx.pop(model, nnx.Intermediate), or create variables "
+            "in the constructor"
         )
     for path, leaf in had.items():
         now = has.get(path)
         if now is None or (now.shape, now.dtype) != (leaf.shape, leaf.dtype):
             found = "is gone" if now is None else f"is {now.dtype}{list(now.shape)}"
             raise UsageError(
-                f"the variable {path!r} was {leaf.dtype}{list(leaf.shape)} and {found} after loss_fn: states keep "
-                "shapes and dtypes; cast what is assigned to it"
+                f"the variable {path!r} was {leaf.dtype}{list(leaf.shape)} and {found} after loss_fn, but a "
+                "state keeps shapes and dtypes: cast what is assigned to it"
             )
     return after
 

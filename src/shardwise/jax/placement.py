@@ -31,7 +31,7 @@ def init(init_fn: Callable[[Any], Any], mesh: Mesh, rules: Rules | None = None, 
     check_axes(mesh)
     if not callable(init_fn):
         raise UsageError(
-            f"init({type(init_fn).__name__}): a function of a key is needed; shard(tree, mesh) takes arrays"
+            f"init({type(init_fn).__name__}): must be a function of a key; for arrays, use shard(tree, mesh)"
         )
     return Init(init_fn, mesh, rules, min_numel)
 
@@ -52,7 +52,7 @@ class Init:
             LayoutError: a rule that matches nothing, or a spec that does not fit a parameter.
         """
         if isinstance(key, int | np.integer):
-            raise UsageError(f"key={key}: pass jax.random.key({key})")
+            raise UsageError(f"key={key}: must be a key; pass jax.random.key({key})")
         parts = parts_of(self.abstract(key))
         with jax.set_mesh(self.mesh):
             params, variables = self._program(parts)(key)
@@ -105,7 +105,7 @@ def shard(tree: Any, mesh: Mesh, rules: Rules | None = None, min_numel: int = MI
     shapes = {path: tuple(np.shape(leaf)) for part in arrays for path, leaf in leaves_by_path(part).items()}
     check_arrays(arrays)
     if not shapes:
-        raise LayoutError("a tree without arrays has nothing to shard")
+        raise LayoutError("the tree has no arrays to shard")
     decisions = decide(shapes, annotations_of(tree), mesh, rules, min_numel)
     shardings = iter([NamedSharding(mesh, decision.spec) for decision in decisions])
     params, variables = jax.tree.map(lambda leaf: place(leaf, next(shardings)), arrays)
@@ -116,7 +116,7 @@ def check_arrays(tree: Any) -> None:
     """Raises LayoutError for a leaf that is neither an array nor a number."""
     for path, leaf in leaves_by_path(tree).items():
         if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
-            raise LayoutError(f"{path.partition('.')[2]!r} is a {type(leaf).__name__}, neither an array nor a number")
+            raise LayoutError(f"{path.partition('.')[2]!r} is a {type(leaf).__name__}; it must be an array or a number")
 
 
 def place(leaf: Any, sharding: NamedSharding) -> Any:

@@ -41,7 +41,7 @@ def policy_of(remat: str | Policy, mesh: Mesh) -> Policy | None:
         return remat
     if remat not in MODES:
         raise ConfigError(
-            f"remat={remat!r}: choose one of {', '.join(MODES)}, or a policy{did_you_mean(str(remat), MODES)}"
+            f"remat={remat!r}: must be one of {', '.join(MODES)}, or a policy{did_you_mean(str(remat), MODES)}"
         )
     if remat == "none":
         return None
@@ -51,7 +51,8 @@ def policy_of(remat: str | Policy, mesh: Mesh) -> Policy | None:
         device = mesh.devices.flat[0]
         if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
             raise UsageError(
-                f"remat='offload': {device.device_kind} has no pinned host memory; 'full' or 'dots' recompute instead"
+                f"remat='offload': {device.device_kind} has no pinned host memory; use 'full' or 'dots', which "
+                "recompute instead"
             )
         return policies.offload_dot_with_no_batch_dims("device", "pinned_host")
     return NAMED[remat]

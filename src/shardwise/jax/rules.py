@@ -87,27 +87,27 @@ def check_rules(rules: Rules, paths: dict[str, Any]) -> None:
             found = any(re.search(pattern, path) for path in paths)
         except (TypeError, ValueError, re.error) as error:
             raise LayoutError(
-                f"rule {rule!r}: a pair of a regular expression and a PartitionSpec is needed ({error})"
+                f"rule {rule!r}: must be a pair of a regular expression and a PartitionSpec ({error})"
             ) from None
         if isinstance(spec, str) or not isinstance(spec, (PartitionSpec, tuple)):
             raise LayoutError(f"rule {pattern!r}: {spec!r} is not a PartitionSpec")
         if not found:
             some = ", ".join(list(paths)[:3])
-            raise LayoutError(f"rule {pattern!r} matches none of {len(paths)} parameters; they are called {some}, ...")
+            raise LayoutError(f"rule {pattern!r} matches none of {len(paths)} parameters; their names are {some}, ...")
 
 
 def check_spec(decision: Decision, on: Mesh) -> None:
     """Raises LayoutError for a spec with unknown or repeated axes, too many dims, or pieces that are not equal."""
     where = f"{decision.path!r} of shape {decision.shape} ({decision.why}): {decision.spec}"
     if len(decision.spec) > len(decision.shape):
-        raise LayoutError(f"{where} has {len(decision.spec)} dims, the parameter {len(decision.shape)}")
+        raise LayoutError(f"{where} has {len(decision.spec)} dims, but the parameter has {len(decision.shape)}")
     used: list[str] = []
     for dim, names in enumerate(decision.spec):
         axes = axes_of(names)
         used += axes
         for axis in axes:
             if axis not in on.shape:
-                raise LayoutError(f"{where} names the axis {axis!r}; the mesh has {', '.join(on.axis_names)}")
+                raise LayoutError(f"{where} names the axis {axis!r}, but the mesh has {', '.join(on.axis_names)}")
         pieces = math.prod(on.shape[axis] for axis in axes)
         if decision.shape[dim] % pieces:
             over = " x ".join(f"{axis}={on.shape[axis]}" for axis in axes)
@@ -157,7 +157,7 @@ def name_the_replicated(decisions: Sequence[Decision], on: Mesh) -> None:
     if whole:
         more = f" and {len(whole) - 5} more" if len(whole) > 5 else ""
         warnings.warn(
-            f"no dim divides by fsdp={on.shape['fsdp']}: every device keeps the whole of {', '.join(whole[:5])}{more}; "
-            "pad them, or give a rule (PartitionSpec() says that it is meant)",
+            f"no dim divides by fsdp={on.shape['fsdp']}: every device keeps the whole of "
+            f"{', '.join(whole[:5])}{more}; pad them, or give a rule (PartitionSpec() if that is intended)",
             stacklevel=5,
         )

@@ -56,13 +56,14 @@ def state_of(model: Any, tx: optax.GradientTransformation, mesh: Mesh) -> TrainS
     for path, leaf in leaves_by_path((parts.params, parts.variables)).items():
         if getattr(getattr(leaf, "sharding", None), "mesh", None) != mesh:
             raise UsageError(
-                f"{path.partition('.')[2]!r} is not placed on this mesh: make it with init(...), or shard(model, mesh)"
+                f"{path.partition('.')[2]!r} is not placed on this mesh: make it with init(...), or call "
+                "shard(model, mesh)"
             )
     for path, leaf in leaves_by_path(parts.params).items():
         if not jax.dtypes.issubdtype(leaf.dtype, np.inexact):
             raise UsageError(
-                f"parameter {path!r} is {leaf.dtype}, and a step takes gradients of all parameters: give whole numbers "
-                "to loss_fn otherwise, or make them an nnx.Variable that is no nnx.Param"
+                f"parameter {path!r} is {leaf.dtype}, but a step takes gradients of all parameters: give whole "
+                "numbers to loss_fn in another way, or make them an nnx.Variable instead of an nnx.Param"
             )
     like = jax.eval_shape(tx.init, parts.params)
     shardings = optimizer_shardings(like, parts.params, mesh)
@@ -84,7 +85,9 @@ def _each_its_own(parts: Parts) -> Parts:
         if not isinstance(leaf, jax.Array):
             return leaf
         if leaf.is_deleted():
-            raise UsageError("a step has taken this model's arrays over: use state.model() of the state it returned")
+            raise UsageError(
+                "a step has taken over this model's arrays: use state.model() of the state that the step returned"
+            )
         again = id(leaf) in seen
         seen.add(id(leaf))
         return jnp.copy(leaf) if again else leaf
@@ -104,11 +107,13 @@ def check_owned(state: TrainState) -> None:
     for path, leaf in leaves_by_path(state).items():
         if leaf.is_deleted():
             raise UsageError(
-                f"{path!r} of this state was taken over by a step of another state of the same model: make each state "
-                "from a model of its own"
+                f"{path!r} of this state was taken over by a step of another state of the same model: make each "
+                "state from a model of its own"
             )
         if id(leaf) in seen:
-            raise UsageError(f"{seen[id(leaf)]!r} and {path!r} of this state are one array: jnp.copy one of them")
+            raise UsageError(
+                f"{seen[id(leaf)]!r} and {path!r} of this state are the same array: copy one of them with jnp.copy"
+            )
         seen[id(leaf)] = path
 
 

@@ -23,7 +23,7 @@ from shardwise.policy.precision import dtype_name
 
 _PATIENCE_S = 600.0
 """How long a process with a batch of new shapes waits for the others."""
-_ALIKE = "give all of them batches of the same shapes and dtypes at each step, and drop rows that are left over"
+_ALIKE = "give all of them batches of the same shapes and dtypes at each step, and drop leftover rows"
 NORM_EPS = 1e-6
 """Added to the norm before clipping divides by it, as torch does."""
 
@@ -63,13 +63,13 @@ def train_step(  # noqa: PLR0913 - the promised signature
     """
     check_axes(mesh)
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        raise UsageError(f"tx={tx!r} is not an optimizer of optax: pass one such as optax.adamw(3e-4), called")
+        raise UsageError(f"tx={tx!r} is not an optax optimizer: pass the result of a call such as optax.adamw(3e-4)")
     if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
-        raise ConfigError(f"accumulation={accumulation!r}: a step has a whole number of micro-batches, at least one")
+        raise ConfigError(f"accumulation={accumulation!r}: must be a whole number of micro-batches, at least 1")
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
-        raise ConfigError(f"clip={clip!r}: a norm above 0 is needed; None clips nothing")
+        raise ConfigError(f"clip={clip!r}: must be a norm above 0, or None to clip nothing")
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**31) <= seed < 2**32:
-        raise ConfigError(f"seed={seed!r}: a whole number of 32 bits is needed, which is what JAX keeps of it")
+        raise ConfigError(f"seed={seed!r}: must be a whole number of 32 bits, because JAX keeps no more of it")
     if compute_dtype is not None and not isinstance(compute_dtype, str):
         compute_dtype = getattr(compute_dtype, "__name__", str(compute_dtype))
     dtype = dtype_name(compute_dtype, "compute_dtype")
@@ -149,10 +149,11 @@ class TrainStep:
             )
         if isinstance(state.step, jax.Array) and state.step.is_deleted():
             raise UsageError(
-                "this state was given to a step before, which took its memory over: use the one it returned"
+                "this state was given to an earlier step, which took over its memory: use the state that the "
+                "step returned"
             )
         if getattr(state.step.sharding, "mesh", None) != self.mesh:
-            raise UsageError("this state is not placed on the step's mesh: make both with the same one")
+            raise UsageError("this state is not placed on the step's mesh: make state and step with the same mesh")
 
     def _agree(self, batch: Any) -> None:
         """Compare a batch of new shapes or dtypes between processes, which would run different programs if it differed.
@@ -169,8 +170,8 @@ class TrainStep:
             Processes(_PATIENCE_S).agree(str(shapes), f"processes have different batches (here {shapes}): {_ALIKE}")
         except jax.errors.JaxRuntimeError as error:
             raise PeerError(
-                f"this process has a batch of a new kind ({shapes}), and for {_PATIENCE_S:.0f} s another has come with "
-                f"none: {_ALIKE}"
+                f"this process has a batch of a new kind ({shapes}), but another process had none within "
+                f"{_PATIENCE_S:.0f} s: {_ALIKE}"
             ) from error
         self._agreed.add(kind)
 

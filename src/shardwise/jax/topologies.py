@@ -87,7 +87,7 @@ def topology(kind: str, count: int | None = None) -> list[Any]:
 
     if ":" in kind:
         if count is not None:
-            raise UsageError(f"topology({kind!r}, {count!r}): the shape of a TPU says how many there are")
+            raise UsageError(f"topology({kind!r}, {count!r}): leave the count out, because the shape of a TPU gives it")
         if find_spec("libtpu") is None:
             raise UsageError(f"topology({kind!r}) needs libtpu, which is not installed: pip install 'jax[tpu]'")
         try:
@@ -96,10 +96,11 @@ def topology(kind: str, count: int | None = None) -> list[Any]:
             raise UsageError(f"topology({kind!r}): libtpu does not know it: {str(error).splitlines()[0]}") from None
     if kind not in GPUS:
         raise UsageError(
-            f"topology({kind!r}): one of {', '.join(GPUS)}, or a TPU such as 'v5e:4x4'{did_you_mean(kind, GPUS)}"
+            f"topology({kind!r}): must be one of {', '.join(GPUS)}, or a TPU such as "
+            f"'v5e:4x4'{did_you_mean(kind, GPUS)}"
         )
     if not isinstance(count, int) or count < 1:
-        raise UsageError(f"topology({kind!r}, {count!r}): how many GPUs? A whole number from 1 on")
+        raise UsageError(f"topology({kind!r}, {count!r}): the number of GPUs must be a whole number of at least 1")
     if not has_gpu_compiler():
         raise UsageError(
             f"topology({kind!r}) needs JAX's CUDA plugin, which is not installed: "
@@ -111,8 +112,8 @@ def topology(kind: str, count: int | None = None) -> list[Any]:
         )
     except NotImplementedError:
         raise UsageError(
-            f"topology({kind!r}): JAX leaves its CUDA plugin out where it finds no GPU, unless JAX_PLATFORMS=cpu is in "
-            "the environment when it starts"
+            f"topology({kind!r}): without a GPU, JAX loads its CUDA plugin only if JAX_PLATFORMS=cpu is set when "
+            "it starts"
         ) from None
     return list(found.devices)
 

@@ -159,12 +159,12 @@ def _answers(
             evaluate, job, question.budget_bytes, lambda job: known.least_bytes(job) <= known.has_bytes
         )
         extra["smallest_cluster"] = None if found is None else found.job.world_size
-        size = "none that is sensible" if found is None else gpus_and_nodes(found.job)
+        size = "none of a reasonable size" if found is None else gpus_and_nodes(found.job)
         sentences.append(f"The smallest cluster that fits with {full_name(job)}: {size}.")
     elsewhere = {"host": shown.host_bytes_per_node, "disk": shown.disk_bytes_per_node}
     if any(elsewhere.values()):
         words = " and ".join(f"{gib(nbytes)} GiB of its {place}" for place, nbytes in elsewhere.items() if nbytes)
-        sentences.append(f"Beside the devices every node needs {words}.")
+        sentences.append(f"Besides its devices, every node needs {words}.")
     if best is not None and best.cost is not None:
         sentences.append(cost_sentence(best.cost, best.job.world_size))
     return sentences, extra

@@ -33,13 +33,13 @@ class Adapters:
 
     def __post_init__(self) -> None:
         if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
-            raise ConfigError(f"lora.r={self.r!r}: a whole number from 1 on")
+            raise ConfigError(f"lora.r={self.r!r}: must be a whole number of at least 1")
         if self.targets is not None:
             object.__setattr__(self, "targets", tuple(self.targets))
         if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise ConfigError(f"lora.dropout={self.dropout!r}: a number from 0 on, below 1")
+            raise ConfigError(f"lora.dropout={self.dropout!r}: must be a number of at least 0 and below 1")
         if self.dtype is not None and self.dtype not in SHORT_NAMES.values():
-            raise ConfigError(f"lora.dtype={self.dtype!r}: one of {', '.join(SHORT_NAMES.values())}, or None")
+            raise ConfigError(f"lora.dtype={self.dtype!r}: must be one of {', '.join(SHORT_NAMES.values())}, or None")
 
     @classmethod
     def of(cls, asked: object) -> Adapters | None:
@@ -52,11 +52,11 @@ class Adapters:
         if isinstance(asked, Mapping):
             check_names("lora", asked, [field.name for field in fields(cls)])
             if "r" not in asked:
-                raise ConfigError(f"lora={dict(asked)!r} without a rank: add r, such as r=16")
+                raise ConfigError(f"lora={dict(asked)!r} has no rank: add r, such as r=16")
             return cls(**asked)
         if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
             raise ConfigError(
-                f"lora={asked!r}: a whole number from 0 on, or words such as 'r=16,targets=q_proj+v_proj'"
+                f"lora={asked!r}: must be a whole number of at least 0, or words such as 'r=16,targets=q_proj+v_proj'"
             )
         return cls(asked) if asked else None
 
@@ -77,7 +77,8 @@ class Adapters:
 def _entries(words: str) -> dict[str, object]:
     found: dict[str, object] = {}
     refusal = (
-        f"lora={words!r}: a rank, or r=16 and, with commas between, targets=q_proj+v_proj, dropout=0.1, dtype=fp32"
+        f"lora={words!r}: must be a rank, or r=16 and some of targets=q_proj+v_proj, dropout=0.1, dtype=fp32, "
+        "separated by commas"
     )
     for name, value in entries(words, refusal):
         try:

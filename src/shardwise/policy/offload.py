@@ -39,7 +39,7 @@ class Offload:
         check(self)
         for kind in PLACES:
             if getattr(self, kind) == "nvme" and self.path is None:
-                raise ConfigError(f"offload.{kind}='nvme' needs offload.path: a directory on a local disk")
+                raise ConfigError(f"offload.{kind}='nvme' needs offload.path: set it to a directory on a local disk")
 
 
 def check(asked: Any) -> None:
@@ -48,10 +48,10 @@ def check(asked: Any) -> None:
         place = getattr(asked, kind)
         if place is not None and place not in possible:
             *others, last = (repr(name) for name in (None, *possible))
-            raise ConfigError(f"offload.{kind}={place!r}: {', '.join(others)} or {last}")
+            raise ConfigError(f"offload.{kind}={place!r}: must be {', '.join(others)} or {last}")
     ring = asked.ring_bytes
     if ring is not None and (isinstance(ring, bool) or not isinstance(ring, int) or ring < 1):
-        raise ConfigError(f"offload.ring_bytes={ring!r}: a number of bytes, at least 1")
+        raise ConfigError(f"offload.ring_bytes={ring!r}: must be a number of bytes, at least 1")
 
 
 ALL_ON_HOST = Offload(params="cpu", optimizer="cpu", gradients="cpu")

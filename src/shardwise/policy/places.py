@@ -48,7 +48,9 @@ class Places:
             check_names("offload", asked, [field.name for field in fields(cls)])
             found = cls(**{name: None if place == _NONE else place for name, place in asked.items()})
         else:
-            raise ConfigError(f"offload={asked!r}: words such as 'params=cpu,optimizer=nvme', or sw.Offload(...)")
+            raise ConfigError(
+                f"offload={asked!r}: must be words such as 'params=cpu,optimizer=nvme', or sw.Offload(...)"
+            )
         return found if any(getattr(found, name) for name in PLACES) else None
 
     @property
@@ -64,8 +66,9 @@ class Places:
 def _entries(words: str) -> dict[str, object]:
     found: dict[str, object] = {}
     refusal = (
-        f"offload={words!r}: params=PLACE, optimizer=PLACE, gradients=PLACE or several with commas between, where "
-        "PLACE is cpu, nvme or none (of gradients cpu or none); or cpu or nvme alone, which is params and optimizer"
+        f"offload={words!r}: must be params=PLACE, optimizer=PLACE, gradients=PLACE, or several of them "
+        "separated by commas; PLACE is cpu, nvme or none, and for gradients cpu or none; or cpu or nvme alone, which "
+        "is for params and optimizer"
     )
     for name, place in entries(words, refusal):
         if name in _RING:

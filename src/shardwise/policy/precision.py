@@ -48,12 +48,14 @@ class Precision:
     def __post_init__(self) -> None:
         given: object = self.keep
         if not isinstance(given, tuple | list) or not all(isinstance(pattern, str) for pattern in given):
-            raise ConfigError(f"precision.keep = {self.keep!r} is not a tuple of parameters' names or patterns of them")
+            raise ConfigError(
+                f"precision.keep = {self.keep!r}: must be a tuple of parameter names or patterns of names"
+            )
         object.__setattr__(self, "keep", tuple(self.keep))
         if self.frozen is not None and self.frozen not in FEW_BITS:
             near = difflib.get_close_matches(str(self.frozen), FEW_BITS, n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"precision.frozen = {self.frozen!r} is none of {', '.join(FEW_BITS)}{hint}")
+            raise ConfigError(f"precision.frozen = {self.frozen!r}: must be one of {', '.join(FEW_BITS)}{hint}")
         for field in fields(self):
             if field.name not in {"cast_inputs", "frozen", "keep"}:
                 object.__setattr__(self, field.name, dtype_name(getattr(self, field.name), f"precision.{field.name}"))
@@ -76,7 +78,7 @@ def dtype_name(value: object, where: str) -> str | None:
         return _ALIASES[text]
     near = difflib.get_close_matches(text, _ALIASES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"{where} = {value!r} is none of the dtypes fp32, bf16, fp16, fp64{hint}")
+    raise ConfigError(f"{where} = {value!r}: must be one of the dtypes fp32, bf16, fp16, fp64{hint}")
 
 
 def short_dtype_name(dtype: object) -> str | None:

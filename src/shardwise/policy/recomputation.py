@@ -29,5 +29,5 @@ class Recomputation:
         if match is not None:
             return cls(int(match[1]), selective=False)
         if mode not in MODES:
-            raise ConfigError(f"activation_checkpointing={mode!r}: choose one of {', '.join(MODES)}")
+            raise ConfigError(f"activation_checkpointing={mode!r}: must be one of {', '.join(MODES)}")
         return cls(0 if mode == "none" else 1, mode == "selective-ops", mode == "offload")

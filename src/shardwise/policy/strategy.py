@@ -69,7 +69,7 @@ class Strategy(enum.Enum):
             return cls(value)
         near = difflib.get_close_matches(str(value).lower(), names, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"unknown strategy {value!r}; {hint}one of: {', '.join(names)}")
+        raise ConfigError(f"unknown strategy {value!r}; {hint}must be one of {', '.join(names)}")
 
 
 _TRAITS = {

@@ -26,4 +26,4 @@ def check_names(what: str, asked: Iterable[str], known: Collection[str]) -> None
     """Raise ConfigError if a name is not among `known`."""
     for name in asked:
         if name not in known:
-            raise ConfigError(f"{what}: {name!r} is none of {', '.join(known)}{did_you_mean(name, known)}")
+            raise ConfigError(f"{what}: {name!r} is not one of {', '.join(known)}{did_you_mean(name, known)}")

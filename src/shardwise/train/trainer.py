@@ -186,8 +186,8 @@ class Trainer:
             return sharded
         report = sw.checkpoint.load_pretrained(weights, sharded)
         self.console.say(
-            f"{weights}: each rank read its own {report.read_bytes / 2**20:,.1f} MiB of weights, holding "
-            f"{report.peak_staged_bytes / 2**20:,.1f} MiB at most beside its shards"
+            f"{weights}: each rank read its own {report.read_bytes / 2**20:,.1f} MiB of weights, and held at "
+            f"most {report.peak_staged_bytes / 2**20:,.1f} MiB besides its shards"
         )
         return sharded
 
@@ -196,8 +196,8 @@ class Trainer:
         elsewhere = next((key for key in ("params", "optimizer") if getattr(offload, key) == "cpu"), None)
         if elsewhere is not None and self.config.checkpoint.asynchronous and accelerators.has_memory(self.ranks.device):
             raise ConfigError(
-                f'checkpoint.asynchronous with offload.{elsewhere} = "cpu": the next step would write over what is '
-                "being saved; set checkpoint.asynchronous = false"
+                f'checkpoint.asynchronous with offload.{elsewhere} = "cpu": the next step would overwrite what '
+                "is being saved; set checkpoint.asynchronous = false"
             )
 
     def run(self, directory: RunDirectory) -> None:
@@ -273,13 +273,16 @@ class Trainer:
         for path in resumed.set_aside:
             self.console.say(f"a newer checkpoint is damaged and has been set aside: {path}")
         if resumed.step < train.steps:
-            self.console.say(f"going on from {resumed.path}: step {resumed.step + 1} is next")
+            self.console.say(f"resuming from {resumed.path}: step {resumed.step + 1} is next")
         else:
             self.console.say(
                 f"{resumed.path} has {resumed.step} steps and train.steps={train.steps}: nothing is left to train"
             )
         if resumed.changed:
-            self.console.say(f"the configuration holds from here on: {'; '.join(resumed.changed)}")
+            self.console.say(
+                "settings changed since the checkpoint; the configuration's values are used: "
+                f"{'; '.join(resumed.changed)}"
+            )
 
     def _save(self, checkpoints: Checkpoints, step: int, evaluated: bool) -> None:
         """
@@ -446,9 +449,11 @@ class Trainer:
             )
         share = train.target_tokens / (len(train) * (seq_len - 1))
         if share < _FEW_TARGETS:
-            self.console.say(f"{share:.0%} of their tokens are learnt, the rest is padding or prompts; all take time")
+            self.console.say(
+                f"{share:.0%} of their tokens are learnt, the rest is padding or prompts; all of them take time"
+            )
         if train.truncated:
-            self.console.say(f"{train.truncated} examples are longer than seq_len={seq_len} and lose their end")
+            self.console.say(f"{train.truncated} examples are longer than seq_len={seq_len} and are cut at the end")
 
     @property
     def form(self) -> Form:

@@ -165,8 +165,8 @@ def test_mistakes_of_one_rank_are_everybodys(tmp_path: Path) -> None:
         sw.checkpoint.save(tmp_path / "c", model, optimizer)
     verify(tmp_path / "c")
     for name, reason in (
-        ("c.partial", "names in .partial for unfinished"),
-        ("step-000001.damaged", "names in .partial for unfinished"),
+        ("c.partial", "names that end in .partial for unfinished"),
+        ("step-000001.damaged", "names that end in .partial for unfinished"),
         ("a\0b", "null character"),
         ("/", "root of the file system"),
     ):
@@ -196,7 +196,7 @@ def test_what_json_cannot_hold_is_named(tmp_path: Path) -> None:
 def test_the_order_of_arguments_is_told() -> None:
     model: Any = sw.shard(nn.Linear(3, 3))
     for call in (sw.checkpoint.save, sw.checkpoint.load, sw.checkpoint.load_pretrained):
-        said = rf"sw\.checkpoint\.{call.__name__}\(path, model.*\): the path comes first, .* this is a Linear$"
+        said = rf"sw\.checkpoint\.{call.__name__}\(path, model.*\): the path must come first, .* not a Linear$"
         with pytest.raises(TypeError, match=said):
             call(model, "c")
 
@@ -214,7 +214,7 @@ def test_files_go_along(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"files: .* cannot be the name of a file"):
             sw.checkpoint.save(tmp_path / "d", model, optimizer, files={name: b""})
     wrong: Any = {"x": "text"}
-    with pytest.raises(UsageError, match="'x' is a str, not bytes"):
+    with pytest.raises(UsageError, match="'x' must be bytes, not a str"):
         sw.checkpoint.save(tmp_path / "d", model, optimizer, files=wrong)
     assert not (tmp_path / "d").exists()
 
@@ -242,14 +242,14 @@ def test_ranks_that_load_different_things_are_told(tmp_path: Path) -> None:
         step(model, optimizer, number + 1)
     before = everything(model, optimizer)
     mine, first = tmp_path / str(dist.get_rank()), dist.get_rank() == 0
-    said = r"ranks disagree about what to load: call sw\.checkpoint\.load with the same checkpoint"
+    said = r"ranks disagree about what to load: call sw\.checkpoint\.load on every rank with the same checkpoint"
     with pytest.raises(MismatchError, match=said):
         sw.checkpoint.load(mine, model)
     with pytest.raises(MismatchError, match=said):
         sw.checkpoint.load(tmp_path / "0", model, optimizer if first else None)
     with pytest.raises(MismatchError, match=said):
         sw.checkpoint.load(tmp_path / "0", model, optimizer, strict=first)
-    with pytest.raises(MismatchError, match=r"call sw\.checkpoint\.load_pretrained with the same path"):
+    with pytest.raises(MismatchError, match=r"call sw\.checkpoint\.load_pretrained on every rank with the same path"):
         sw.checkpoint.load_pretrained(mine, model)
     same(everything(model, optimizer), before)
 

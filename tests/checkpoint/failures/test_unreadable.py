@@ -113,7 +113,7 @@ def test_inspect_still_tells_damage(checkpoint: Path) -> None:
     found = inspect(checkpoint)
     assert isinstance(found, Inspection)
     assert [text.split("/")[-1] for text in found.damage] == [
-        "model.safetensors is missing; the manifest promises 208 bytes"
+        "model.safetensors is missing; the manifest lists 208 bytes"
     ]
 
 

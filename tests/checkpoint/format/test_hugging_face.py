@@ -76,11 +76,11 @@ def test_the_index_says_which_of_two_is_meant(tmp_path: Path) -> None:
         convert(path, tmp_path / f"{meant}.own")
         assert load_file(tmp_path / f"{meant}.own" / "model.safetensors")["weight"][0].item() == value
     nobody = write(tmp_path / "nobody", both, {"bias": SECOND, "other": FIRST})
-    with pytest.raises(CheckpointError, match=f"{FIRST} has no tensor 'other'; {INDEX} promises it"):
+    with pytest.raises(CheckpointError, match=f"{FIRST} has no tensor 'other', but {INDEX} lists it there"):
         sw.checkpoint.load_pretrained(nobody, model)
     (nobody / INDEX).write_text(json.dumps({"weight_map": {"bias": SECOND, "x": FIRST}}).replace("x", "bias2"))
     save_file({"weight": torch.ones(3), "bias2": torch.ones(3)}, nobody / FIRST)
-    assert "does not say in which" in damage(nobody)[0]
+    assert "does not say which one to read" in damage(nobody)[0]
 
 
 @pytest.mark.parametrize("left", ["training.json", "optimizer.safetensors", "optimizer-00001-of-00002.safetensors"])
@@ -91,7 +91,7 @@ def test_a_checkpoint_without_its_manifest_is_none(
     save_file({"weight.exp_avg": torch.ones(3)}, path / left)
     for command in (["inspect", str(path)], ["convert", str(path), str(tmp_path / "x.pt")]):
         assert run(command) == 2
-        assert f"{path} has {left} and no manifest.json, so it is not a" in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match=f"has {left} and no manifest"):
+        assert f"{path} has {left} but no manifest.json, so it is not a" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=f"has {left} but no manifest"):
         sw.checkpoint.load_pretrained(path, sw.shard(torch.nn.LayerNorm(3)))
     assert not (tmp_path / "x.pt").exists()

@@ -82,9 +82,7 @@ def test_state_of_another_class_is_not_taken_for_this_one_s(tmp_path: Path) -> N
     for fitting in (torch.optim.AdamW, torch.optim.Adam):
         sw.checkpoint.load(tmp_path / "own", model, fitting(model.named_parameters()))
     for other in (torch.optim.SGD(model.parameters(), momentum=0.9), torch.optim.RMSprop(model.parameters())):
-        with pytest.raises(
-            CheckpointError, match=r"has the state exp_avg, exp_avg_sq, which is not what (SGD|RMSprop)"
-        ):
+        with pytest.raises(CheckpointError, match=r"has the state exp_avg, exp_avg_sq, which (SGD|RMSprop)"):
             sw.checkpoint.load(tmp_path / "own", model, other)
         loaded = sw.checkpoint.load(tmp_path / "own", model, other, strict=False)
         assert not other.state
@@ -298,7 +296,7 @@ def test_a_step_beside_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
         found = convert(tmp_path / f"{name}.pt", tmp_path / name)
         assert (found.step, found.left_out) == (0 if left_out else 7, left_out)
         alike(load_file(tmp_path / name / "model.safetensors"), weights)
-    assert "tensor called 'step'" in refused(capsys, tmp_path / "number", tmp_path / "dcp", "--to", "dcp", "--flat")
+    assert "tensor named 'step'" in refused(capsys, tmp_path / "number", tmp_path / "dcp", "--to", "dcp", "--flat")
     torch.save({"w": torch.ones(3), "step": 7}, tmp_path / "bare.pt")
     assert convert(tmp_path / "bare.pt", tmp_path / "bare").step == 7
 
@@ -522,8 +520,8 @@ def test_each_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     cases: list[tuple[tuple[object, ...], str]] = [
         ((tmp_path / "nothing", own), "does not exist"),
         ((tmp_path / "empty", own), "is not a checkpoint"),
-        ((tmp_path / "c.partial", own), "was left by a save that did not end"),
-        ((tmp_path / "unfinished", own), "a DCP save that did not end"),
+        ((tmp_path / "c.partial", own), "was left by an unfinished save"),
+        ((tmp_path / "unfinished", own), "left by an unfinished DCP save"),
         ((tmp_path / "text.pt", tmp_path / "x"), "is not a file of torch.save"),
         ((tmp_path / "old.pt", tmp_path / "x"), "before torch 1.6"),
         ((tmp_path / "tensor.pt", tmp_path / "x"), "tensor.pt holds a tensor, not a dict of tensors"),
@@ -531,20 +529,20 @@ def test_each_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
         ((tmp_path / "args.pt", tmp_path / "x"), "argparse.Namespace"),
         ((weights, own), "exists already"),
         ((own, weights), "exists already: convert to another path, or remove it first"),
-        ((own, tmp_path / "x"), "Say --to dcp or --to hf"),
-        ((own, tmp_path / "x", "--to", "shardwise"), "of that kind already"),
+        ((own, tmp_path / "x"), "add --to dcp or --to hf"),
+        ((own, tmp_path / "x", "--to", "shardwise"), "the source already has that kind"),
         ((own, tmp_path / "x", "--to", "zip"), "one of shardwise, dcp, pt, hf"),
         ((own, tmp_path / "x.pt", "--to", "dcp"), "names a file"),
         ((own / "model.safetensors", tmp_path / "x"), "give its directory"),
-        ((own, "s3://bucket/x", "--to", "dcp"), "s3://bucket/x is a URL, and a conversion writes to a path"),
+        ((own, "s3://bucket/x", "--to", "dcp"), "s3://bucket/x is a URL, but a conversion writes only to a path"),
         (
             (weights, tmp_path / "x", "--files-from", tmp_path / "nodir"),
-            "nodir, whose files are to go along, is not a dir",
+            "nodir, whose files are to be copied, is not a dir",
         ),
-        ((weights, tmp_path / "x", "--files-from", weights), "weights.pt, whose files are to go along, is not a dir"),
+        ((weights, tmp_path / "x", "--files-from", weights), "weights.pt, whose files are to be copied, is not a dir"),
         ((tmp_path / ("x" * 256), own), "xxx cannot be read: File name too long"),
         ((weights, tmp_path / ("x" * 256)), "xxx cannot be written: [Errno 36] File name too long"),
-        ((tmp_path / "reserved.pt", tmp_path / "x"), "a tensor is called '__metadata__', which files keep for"),
+        ((tmp_path / "reserved.pt", tmp_path / "x"), "a tensor is named '__metadata__', which is reserved"),
     ]
     for arguments, message in cases:
         assert message in refused(capsys, *arguments), arguments

@@ -102,7 +102,7 @@ def test_a_truncated_dcp_directory(tmp_path: Path) -> None:
     os.truncate(tmp_path / "c" / "__0_0.distcp", 1000)
     found = inspect(tmp_path / "c")
     assert isinstance(found, Inspection)
-    assert "__0_0.distcp is truncated: 1000 bytes" in found.damage[0]
+    assert "__0_0.distcp is truncated: it has 1000 bytes" in found.damage[0]
 
 
 def test_what_a_crash_left_and_runs(room: Path) -> None:
@@ -172,7 +172,7 @@ def test_the_command(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.truncate(path / "model.safetensors", 100)
     assert "health: DAMAGED" in told(capsys, 1, path)
     path.rename(room / "x.partial")
-    assert "a crash left this" in " ".join(told(capsys, 0, room / "x.partial").split())
+    assert "left by a crash" in " ".join(told(capsys, 0, room / "x.partial").split())
 
 
 def test_one_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +192,7 @@ def test_mistakes(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not a checkpoint" in told(capsys, 2, room / "empty")
     text = room / "notes.txt"
     text.write_text("PKZIP is a program\n")
-    assert "notes.txt is not a checkpoint: no directory, and no file of torch.save" in told(capsys, 2, text)
+    assert "notes.txt is not a checkpoint: it is neither a directory nor a file of torch.save" in told(capsys, 2, text)
     (room / "empty.bin").touch()
     assert "DAMAGED" in told(capsys, 1, room / "empty.bin")
     assert "overrides are for configurations" in told(capsys, 2, room / "checkpoints" / "step-000001", "train.steps=1")

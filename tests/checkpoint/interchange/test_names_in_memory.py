@@ -253,15 +253,17 @@ WHOLE = {"names": ["a"], "shape": [4], "places": [["b", [4], [[0, 0, 4]]]]}
 def test_what_cannot_be_is_refused(entry: Any) -> None:
     names_json.decode(json.dumps({"format": 1, "tensors": [WHOLE]}))
     text = json.dumps({"format": 1, "tensors": [entry]})
-    with pytest.raises(ValueError, match=r"Error: |are not all there|a shape|runs that|on one another"):
+    with pytest.raises(
+        ValueError, match=r"Error: |are incomplete|negative size|runs (do not fit|go beyond)|elements overlap"
+    ):
         names_json.decode(text)
 
 
 def test_names_of_other_tensors_are_refused() -> None:
     (named,) = names_json.decode(json.dumps({"format": 1, "tensors": [WHOLE]}))
     for tensors in ({"b": torch.ones(5)}, {"c": torch.ones(4)}, {"b": torch.ones(4), "a": torch.ones(4)}):
-        with pytest.raises(ValueError, match="there"):
+        with pytest.raises(ValueError, match=r"there (is|are)"):
             as_in_memory(Memory(tensors), [named])
     half = replace(named, places=(Place("b", (5,), named.places[0].runs),))
-    with pytest.raises(ValueError, match="not all of 'b' is there"):
+    with pytest.raises(ValueError, match="'b' is incomplete"):
         as_stored(Memory({"a": torch.ones(4)}), [half])

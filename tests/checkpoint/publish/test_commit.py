@@ -85,7 +85,7 @@ def test_names_are_exchanged_in_one_step(tmp_path: Path) -> None:
 def test_nothing_but_a_checkpoint_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
-    with pytest.raises(CheckpointError, match="is not a checkpoint, and overwrite=True replaces nothing else"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint, and overwrite=True replaces only checkpoints"):
         commit.begin(tmp_path / "mine", overwrite=True)
     checkpoint = committed(tmp_path / "step-000001", 1)
     (tmp_path / "link").symlink_to(checkpoint)

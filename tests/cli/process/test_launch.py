@@ -56,7 +56,7 @@ time.sleep(600)
         ("raise ValueError('out of cheese')", "ValueError: out of cheese"),
         ("sys.exit(0)", "SystemExit: 0"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed by SIGKILL"),
-        ("os._exit(7)", "rank 1 ended with status 7"),
+        ("os._exit(7)", "rank 1 exited with status 7"),
     ],
 )
 def test_a_failing_rank_ends_all_and_is_shown(start: Start, failure: str, words: str) -> None:
@@ -321,15 +321,15 @@ time.sleep(600)
             ("train.global_batch=3",),
             "error: train.global_batch=3 is not a multiple of train.micro_batch x ranks = 1 x 2 = 2\n",
         ),
-        (("data.source=./corpus",), "error: data.source='./corpus': no files there\n"),
+        (("data.source=./corpus",), "error: data.source='./corpus': no such files\n"),
         (
             ("data.tokenizer=stand_out",),
-            "error: data.tokenizer='stand_out': nothing is there; did you mean stand_in?\n",
+            "error: data.tokenizer='stand_out': no such file or directory; did you mean stand_in?\n",
         ),
         (
             ("model.config=none", "model.path=llama"),
-            "error: model.path='llama': nothing is there; name a directory of this machine: nothing is downloaded "
-            "from a hub\n",
+            "error: model.path='llama': no such file or directory; name a directory of this machine, because "
+            "nothing is downloaded from a hub\n",
         ),
     ],
 )

@@ -43,7 +43,7 @@ TWICE = "NCCL error in: NCCLUtils.hpp:94, invalid usage\nLast error:\nDuplicate 
 def test_a_lost_peer_is_a_consequence(error: Exception) -> None:
     ending = report.describe(error, 1)
     assert ending.consequence
-    assert report.told(ending).startswith("error: rank 1 failed because another did or is gone:\n")
+    assert report.told(ending).startswith("error: rank 1 failed because another rank failed or exited:\n")
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ def test_something_has_to_be_frozen() -> None:
 
 
 def test_the_kind_is_checked() -> None:
-    with pytest.raises(ConfigError, match=r"precision.frozen = 'nf' is none of nf4, int8; did you mean 'nf4'"):
+    with pytest.raises(ConfigError, match=r"precision.frozen = 'nf': must be one of nf4, int8; did you mean 'nf4'"):
         sw.Precision(frozen="nf")
 
 

@@ -413,8 +413,8 @@ def test_what_a_module_below_keeps_says_nothing_of_the_rest() -> None:
     ("keep", "says"),
     [
         (("router.wieght",), r"'router\.wieght' matches no parameter of this Router .* mean router\.weight"),
-        ("router.weight", r"precision\.keep = 'router\.weight' is not a tuple"),
-        ((3,), r"precision\.keep = \(3,\) is not a tuple"),
+        ("router.weight", r"precision\.keep = 'router\.weight': must be a tuple"),
+        ((3,), r"precision\.keep = \(3,\): must be a tuple"),
     ],
 )
 def test_mistakes_in_what_is_kept_are_told(keep: Any, says: str) -> None:

@@ -127,7 +127,7 @@ def test_with_the_torch_engine(kind: str, tmp_path: Path) -> None:
             parameter.zero_()
     assert sw.checkpoint.load(tmp_path / "jax", sharded).step == 5
     np.testing.assert_array_equal(logits_of(sharded), expected)
-    with pytest.raises(CheckpointError, match=r"was saved with optax, and this is AdamW"):
+    with pytest.raises(CheckpointError, match=r"was saved with optax, but this is AdamW"):
         sw.checkpoint.load(tmp_path / "jax", sharded, optimizer)
     assert sw.checkpoint.inspect(tmp_path / "jax").damage == ()
 
@@ -153,7 +153,7 @@ def test_adams_state_goes_from_either_of_torchs_to_either(tmp_path: Path) -> Non
         for one, another in zip(optimizer.state.values(), other.state.values(), strict=True):
             assert torch.equal(one["exp_avg_sq"].local, another["exp_avg_sq"].local)
             assert one["step"] == another["step"]
-    with pytest.raises(CheckpointError, match=r"was saved with AdamW, and this is SGD"):
+    with pytest.raises(CheckpointError, match=r"was saved with AdamW, but this is SGD"):
         sw.checkpoint.load(tmp_path / "jax", sharded, torch.optim.SGD(sharded.parameters(), lr=1.0))
 
 

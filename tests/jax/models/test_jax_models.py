@@ -32,18 +32,18 @@ SMALL: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "mamba"}, r"model_type='mamba' is none of the JAX models, which are gpt2, llama, .*"),
+        ({"model_type": "mamba"}, r"model_type='mamba': must be one of the JAX models gpt2, llama, .*"),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu'"),
         ({"attention_dropout": 0.1}, r"attention_dropout=0\.1"),
         ({"model_type": "mistral"}, r"sliding_window=4096: .* set sliding_window = 0"),
         ({"layer_types": ["sliding_attention"]}, r"layer_types with 'sliding_attention'"),
-        ({"num_key_value_heads": 3}, r"num_key_value_heads=3 do not divide"),
-        ({"hidden_size": "16"}, r"hidden_size='16' .*: a whole number"),
-        ({"num_attention_heads": 0}, r"num_attention_heads=0 .*: a whole number"),
-        ({"rope_scaling": "linear"}, r"rope_scaling='linear' .*: a table"),
+        ({"num_key_value_heads": 3}, r"must be a multiple of num_key_value_heads=3"),
+        ({"hidden_size": "16"}, r"hidden_size='16' .*: must be a whole number"),
+        ({"num_attention_heads": 0}, r"num_attention_heads=0 .*: must be a whole number"),
+        ({"rope_scaling": "linear"}, r"rope_scaling='linear' .*: must be a table"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, r"rope_type='yarn'"),
         ({"model_type": "gpt2", "activation_function": "relu"}, r"activation_function='relu'"),
-        ({"model_type": "gpt2", "n_embd": 10, "n_head": 3}, r"n_embd=10 does not divide by n_head=3"),
+        ({"model_type": "gpt2", "n_embd": 10, "n_head": 3}, r"n_embd=10 is not a multiple of n_head=3"),
     ],
 )
 def test_what_is_not_there_is_told(changes: dict[str, Any], said: str) -> None:
@@ -60,9 +60,9 @@ def test_tokens_that_cannot_be_continued() -> None:
     model = models.from_config(SMALL, jax.random.key(0))
     with pytest.raises(UsageError, match=r"ids of shape \(1, 0\)"):
         models.generate(model, np.zeros((1, 0), int), 3)
-    with pytest.raises(UsageError, match=r"ids from 3 to 32: whole numbers from 0 to 31"):
+    with pytest.raises(UsageError, match=r"ids from 3 to 32: must be whole numbers from 0 to 31"):
         models.generate(model, [[3, 32]], 3)
-    with pytest.raises(UsageError, match=r"rows of several lengths"):
+    with pytest.raises(UsageError, match=r"the rows of ids have different lengths"):
         models.generate(model, [[3, 1], [2]], 3)
     short = models.from_config({"model_type": "gpt2", "vocab_size": 8, "n_embd": 4, "n_head": 1, "n_positions": 6}, KEY)
     with pytest.raises(UsageError, match=r"4 tokens and 3 new ones are more than the model's 6 positions"):

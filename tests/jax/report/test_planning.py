@@ -37,5 +37,5 @@ def test_a_row_for_each_mesh() -> None:
 
 
 def test_no_mesh() -> None:
-    with pytest.raises(PlanError, match="name at least one"):
+    with pytest.raises(PlanError, match="give at least one mesh"):
         swj.plan(small.create, small.loss_fn, optax.adamw(1e-2), small.abstract_batch(), [])

@@ -136,8 +136,10 @@ def test_check_names_parameters_left_whole_and_activations_that_are_gathered() -
     params = swj.init(small.create, mesh, rules=[("embed", P())]).abstract()
     step = swj.train_step(partial(small.loss_fn, rows=False), optax.sgd(1e-2), mesh)
     found = swj.check(step.lower(step.init(params), small.abstract_batch(8)).compile())
-    assert found[0] == "parameters whole on every device: embed (64, 32)"
-    assert any("are gathered over fsdp" in line and "dot_general" in line for line in found[1:])
+    assert found[0] == "parameters that every device holds whole: embed (64, 32)"
+    assert any(
+        "values other than parameters gathered over fsdp" in line and "dot_general" in line for line in found[1:]
+    )
 
 
 def test_check_blames_all_reduces_where_the_platform_has_reduce_scatters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +161,7 @@ def test_check_blames_all_reduces_where_the_platform_has_reduce_scatters(monkeyp
     assert swj.check(program) == []
     monkeypatch.setattr("shardwise.jax.report.checks.MAKE_REDUCE_SCATTERS", frozenset({"cpu"}))
     (line,) = swj.check(program)
-    assert line == "gradients all-reduced over fsdp, where a reduce-scatter was meant: large"
+    assert line == "gradients all-reduced over fsdp instead of reduce-scattered: large"
 
 
 def test_a_page(compiled: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

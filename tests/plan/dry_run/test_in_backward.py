@@ -102,8 +102,8 @@ def test_blocks_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_engine_refuses_is_refused() -> None:
     for given, why in (
         ({"accumulation": 2}, "each backward takes a step"),
-        ({"optimizer": "muon"}, "an exchange of its own"),
-        ({"engine": "fsdp2"}, "is forecast for shardwise, not fsdp2"),
+        ({"optimizer": "muon"}, "exchanges and updates whole matrices"),
+        ({"engine": "fsdp2"}, "is forecast only for shardwise, not fsdp2"),
         ({"optimizer_in_backward": 1}, "True or False"),
     ):
         with pytest.raises(ConfigError, match=why):

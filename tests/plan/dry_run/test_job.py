@@ -46,24 +46,30 @@ def test_groups(strategy: Any, shard_group: int | None, shards: int, replicas: i
     ("arguments", "message"),
     [
         ({"strategy": "full_shrad"}, "did you mean 'full_shard'"),
-        ({"nodes": 0}, "nodes=0: a whole number from 1 on"),
-        ({"nodes": 10**9}, "gpus_per_node=8 x nodes=1000000000 are 8,000,000,000 devices: 1,048,576 at most"),
-        ({"micro_batch": 1.5}, "micro_batch=1.5: a whole number"),
-        ({"slots": 1}, "slots=1: a whole number from 2 on"),
-        ({"optimizer": "muon", "engine": "fsdp2"}, "is forecast for shardwise, which gives matrices owners, not fsdp2"),
-        ({"optimizer": "adamv"}, "optimizer='adamv': one of adamw, adamw-foreach.*; did you mean adam"),
+        ({"nodes": 0}, "nodes=0: must be a whole number of at least 1"),
+        (
+            {"nodes": 10**9},
+            "gpus_per_node=8 x nodes=1000000000 are 8,000,000,000 devices; at most 1,048,576 are supported",
+        ),
+        ({"micro_batch": 1.5}, "micro_batch=1.5: must be a whole number"),
+        ({"slots": 1}, "slots=1: must be a whole number of at least 2"),
+        (
+            {"optimizer": "muon", "engine": "fsdp2"},
+            "is forecast only for shardwise, where each matrix has an owner, not fsdp2",
+        ),
+        ({"optimizer": "adamv"}, "optimizer='adamv': must be one of adamw, adamw-foreach.*; did you mean adam"),
         ({"attention": "flash"}, "one of sdpa, eager"),
         ({"loss": "chunk"}, "did you mean chunked"),
         ({"engine": "fsdp"}, "one of shardwise, fsdp1, fsdp2, deepspeed"),
-        ({"compile": "yes"}, "compile='yes': True or False"),
-        ({"lora": -1}, "lora=-1: a whole number from 0 on"),
-        ({"separate_reductions": 1}, "separate_reductions=1: True or False"),
-        ({"activation_checkpointing": "every-0"}, "choose one of none, full"),
+        ({"compile": "yes"}, "compile='yes': must be True or False"),
+        ({"lora": -1}, "lora=-1: must be a whole number of at least 0"),
+        ({"separate_reductions": 1}, "separate_reductions=1: must be True or False"),
+        ({"activation_checkpointing": "every-0"}, "must be one of none, full"),
         ({"precision": "bf16"}, "pass sw.Precision"),
-        ({"shard_group": 4}, "is for strategy='hybrid_shard'"),
+        ({"shard_group": 4}, "needs strategy='hybrid_shard'"),
         ({"shard_group": 3, "strategy": "hybrid_shard"}, "does not divide 8 ranks .* 1, 2, 4, 8"),
         ({"reshard_after_forward": 3}, "does not divide the shard group of 8 ranks; use one of 1, 2, 4, 8"),
-        ({"microbatch": 2}, "unknown argument 'microbatch'; there are gpu, .*; did you mean micro_batch"),
+        ({"microbatch": 2}, "unknown argument 'microbatch'; the arguments are gpu, .*; did you mean micro_batch"),
     ],
 )
 def test_mistakes(arguments: dict[str, Any], message: str) -> None:
@@ -105,9 +111,7 @@ def test_a_model_without_fused_attention_is_planned_with_the_one_that_it_has() -
     planned = forecast(gpt_oss, **job)
     assert planned.job.attention == "eager"
     assert planned.parameters == 216_272
-    with pytest.raises(
-        PlanError, match='gpt_oss has no fused attention in transformers: plan it with attention "eager"'
-    ):
+    with pytest.raises(PlanError, match='transformers has no fused attention for gpt_oss: use attention "eager"'):
         forecast(gpt_oss, attention="sdpa", **job)
 
 

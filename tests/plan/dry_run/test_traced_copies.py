@@ -124,5 +124,5 @@ def test_cpus_and_other_engines() -> None:
     job = Job(gpu="cpu", seq_len=16, activation_checkpointing="offload")
     found = forecast_of(record(gpt2, job))
     assert (found.host_bytes_per_rank, found.copies_s) == (0, 0)
-    with pytest.raises(ConfigError, match="is forecast for shardwise, not fsdp2"):
+    with pytest.raises(ConfigError, match="is forecast only for shardwise, not fsdp2"):
         Job(activation_checkpointing="offload", engine="fsdp2")

@@ -23,14 +23,14 @@ def test_what_is_right_is_read() -> None:
     ("read", "line"),
     [
         (lambda s: s.section("inner", ("rates", "n")), "unknown key outer.inner.rate; did you mean rates?"),
-        (lambda s: s.section("inner", ("power",)), "unknown key outer.inner.rate; there are power"),
-        (lambda s: s.section("rate"), "outer.rate = 3 is not a table"),
-        (lambda s: s.section("inner").number("rate"), "outer.inner.rate = nan is not a positive number"),
-        (lambda s: s.section("inner").number("n"), "outer.inner.n = True is not a positive number"),
-        (lambda s: s.section("inner").count("n", 1), "outer.inner.n = True is not a whole number from 1 on"),
-        (lambda s: s.text("rate", ""), "outer.rate = 3 is not a text"),
-        (lambda s: s.points("rate"), "outer.rate is not a list of [size, value] pairs of positive numbers"),
-        (lambda s: s.points("absent"), "outer.absent is not a list of [size, value] pairs of positive numbers"),
+        (lambda s: s.section("inner", ("power",)), "unknown key outer.inner.rate; the keys are power"),
+        (lambda s: s.section("rate"), "outer.rate = 3: must be a table"),
+        (lambda s: s.section("inner").number("rate"), "outer.inner.rate = nan: must be a finite number above 0"),
+        (lambda s: s.section("inner").number("n"), "outer.inner.n = True: must be a finite number above 0"),
+        (lambda s: s.section("inner").count("n", 1), "outer.inner.n = True: must be a whole number of at least 1"),
+        (lambda s: s.text("rate", ""), "outer.rate = 3: must be a string"),
+        (lambda s: s.points("rate"), "outer.rate must be a list of [size, value] pairs of numbers above 0"),
+        (lambda s: s.points("absent"), "outer.absent must be a list of [size, value] pairs of numbers above 0"),
     ],
 )
 def test_what_is_wrong_is_named(read: Callable[[TomlTable], object], line: str) -> None:

@@ -94,7 +94,7 @@ def tomli(section: dict[str, Any]) -> str:
 def test_attention_reaches_the_model() -> None:
     assert built(TINY, "eager").config._attn_implementation == "eager"  # type: ignore[union-attr]
     assert built(TINY).config._attn_implementation == "sdpa"  # type: ignore[union-attr]
-    with pytest.raises(PlanError, match=r"attention='flash': one of sdpa, eager"):
+    with pytest.raises(PlanError, match=r"attention='flash': must be one of sdpa, eager"):
         resolve(TINY).builder("flash")
 
 
@@ -137,7 +137,7 @@ def test_what_has_an_encoder_is_built_and_run_with_it(config: dict[str, Any], na
         ("confg.json", "MODEL 'confg.json' was not found; did you mean config.json"),
         ("empty", "'empty' is a directory without a config.json"),
         ("broken.json", "broken.json is not JSON"),
-        ("run.toml", "run.toml is not JSON: .*; a run's settings are read with --from, beside a MODEL"),
+        ("run.toml", "run.toml is not JSON: .*; to plan with the settings of a run, use --from"),
         ("x" * 256, "MODEL 'x*' was not found"),
         ("config.json", 'has no "model_type"'),
         ({"model_type": "lama"}, "model_type 'lama' is unknown to transformers; did you mean llama"),
@@ -146,10 +146,10 @@ def test_what_has_an_encoder_is_built_and_run_with_it(config: dict[str, Any], na
         ("torch.nn:Linaer", "torch.nn has no Linaer; did you mean Linear"),
         ("broken:make", "'broken:make': broken cannot be imported: ZeroDivisionError: division by zero"),
         ("leaving:make", "'leaving:make': leaving cannot be imported: SystemExit: 3"),
-        ("own:x", "MODEL 'own:x' is of type int, not a function: name one that builds the model"),
-        ("own:built", "MODEL 'own:built' is of type Linear, not a function: name one that builds the model"),
-        ("own:wide", r"MODEL 'own:wide' needs arguments \(width, bias\): name a function without"),
-        (nn.Linear(2, 2), "is a Linear that was built already"),
+        ("own:x", "MODEL 'own:x' is of type int, not a function: name a function that builds the model"),
+        ("own:built", "MODEL 'own:built' is of type Linear, not a function: name a function that builds the model"),
+        ("own:wide", r"MODEL 'own:wide' needs arguments \(width, bias\): name a function that needs none"),
+        (nn.Linear(2, 2), "is a Linear that is already built"),
     ],
 )
 def test_what_is_no_model_is_one_line(
@@ -173,7 +173,7 @@ def test_what_is_no_model_is_one_line(
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        ({**TINY, "num_hidden_layers": -1}, "there is no such llama: num_hidden_layers=-1 is less than 0"),
+        ({**TINY, "num_hidden_layers": -1}, "invalid llama configuration: num_hidden_layers=-1 is less than 0"),
         ({**TINY, "num_hidden_layers": "three"}, "transformers cannot build this llama: "),
         ("builtins:dict", "'builtins:dict' returned a dict, not a torch.nn.Module"),
     ],

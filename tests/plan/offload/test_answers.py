@@ -44,8 +44,8 @@ def test_where_nothing_fits_offload_is_tried_and_priced() -> None:
     answer = planner.plan(Question(DEEP, given, budget_bytes=enough + 20 * MIB))
     assert answer.best is None
     shown = " ".join(table_text(answer.report).split())
-    assert "With --offload optimizer=cpu it would fit: " in shown
-    assert "of the step waiting for that." in shown
+    assert "It would fit with --offload optimizer=cpu: " in shown
+    assert "of the step spent waiting for it." in shown
     found = json.loads(json.dumps(answer.extra))["would_fit"]
     assert found["job"]["offload"] == {"params": None, "optimizer": "cpu", "ring_bytes": None, "gradients": None}
     assert found["host_bytes_per_node"] > 8 * 25_000_000
@@ -61,7 +61,7 @@ def test_gradients_leave_the_device_where_weights_and_state_are_not_enough() -> 
     enough = needed_bytes(sw.plan.forecast(DEEP, offload=everything, **lean))
     answer = planner.plan(Question(DEEP, given, budget_bytes=enough + 20 * MIB))
     assert answer.best is None
-    assert f"With --offload {everything} it would fit: " in " ".join(table_text(answer.report).split())
+    assert f"It would fit with --offload {everything}: " in " ".join(table_text(answer.report).split())
     assert needed_bytes(sw.plan.forecast(DEEP, offload="cpu", **lean)) > enough + 20 * MIB
 
 
@@ -74,19 +74,20 @@ def test_where_offload_is_no_question(change: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("budget_mib", "words"),
     [
-        (360, "--optimizer-in-backward (clip = 0: no norm of all gradients)"),
+        (360, "--optimizer-in-backward (clip = 0: there is no norm of all gradients)"),
         (310, "--offload optimizer=nvme"),
         (
             250,
-            "--offload params=nvme,optimizer=nvme and --optimizer-in-backward (clip = 0: no norm of all gradients)",
+            "--offload params=nvme,optimizer=nvme and --optimizer-in-backward (clip = 0: there is no norm of all "
+            "gradients)",
         ),
     ],
 )
 def test_a_cpus_rank_is_told_of_steps_in_backward_and_of_its_disk(budget_mib: int, words: str) -> None:
     answer = planner.plan(Question(DEEP, {**ASKED, "gpu": "cpu"}, budget_bytes=budget_mib * MIB))
     shown = " ".join(table_text(answer.report).split())
-    assert f"With {words} it would fit: " in shown
-    assert ("of the step waiting for that" in shown) == ("offload" in words)
+    assert f"It would fit with {words}: " in shown
+    assert ("of the step spent waiting for it" in shown) == ("offload" in words)
 
 
 @pytest.mark.slow
@@ -130,7 +131,7 @@ def test_a_plan_that_was_asked_for_says_where_everything_is() -> None:
     assert answer.best.job.strategy is Strategy.FULL_SHARD  # what was gathered does not stay
     shown = " ".join(table_text(answer.report).split())
     assert "offload params=cpu,optimizer=cpu" in shown
-    assert "Beside the devices every node needs 0.2 GiB of its host." in shown
+    assert "Besides its devices, every node needs 0.2 GiB of its host." in shown
     assert "host and device: " in shown
     assert answer.report.rows[0].limited_by == "host"
     config = training_config(resolve(WIDE), answer.best.job, "x")
@@ -158,7 +159,7 @@ def test_a_run_with_offload_is_planned_with_it() -> None:
     assert job_of(ring, ranks, find_device("cpu")).offload == Places(None, "nvme", 3 * 2**20)
     assert training_config(resolve(WIDE), job_of(ring, ranks, find_device("cpu")), "x").offload == ring.offload
     muon = config.model_copy(update={"train": config.train.model_copy(update={"optimizer": "muon"})})
-    with pytest.raises(ConfigError, match="owners keep whole matrices' state"):
+    with pytest.raises(ConfigError, match="keeps the state of whole matrices with their owners"):
         job_of(muon, ranks, find_device("cpu"))
     in_memory = muon.model_copy(update={"offload": config.offload.model_copy(update={"optimizer": "cpu"})})
     assert job_of(in_memory, ranks, find_device("cpu")).optimizer == "muon"

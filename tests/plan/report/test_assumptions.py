@@ -24,20 +24,20 @@ def test_what_was_published_does_not_move_the_answer() -> None:
 
 def test_what_nobody_published_is_said_to_move_it() -> None:
     known = told(gpu="l40s")
-    assert known["large products"].moves == "elsewhere 47% to 82%, which is 40% slower to 5% faster"
+    assert known["large products"].moves == "other devices reach 47% to 82%, which is 40% slower to 5% faster"
     assert known["fused attention"].moves == "attention may take up to 43% less time"
-    assert "on other devices (too few are of this one)" in known["range of tokens/s"].value
+    assert "on other devices (too few were published for this one)" in known["range of tokens/s"].value
 
 
 def test_what_was_asked_for_moves_nothing() -> None:
     known = told(context_bytes=2**30, nccl_bytes=0)
-    assert known["context"] == Assumption("context", "1.0 GiB beside the allocator (as asked for)")
+    assert known["context"] == Assumption("context", "1.0 GiB outside the allocator (as given)")
     assert not known["NCCL"].moves
 
 
 def test_a_cpu_has_no_range() -> None:
     known = told(gpu="cpu")
-    assert known["range of tokens/s"].value == "none: nothing was published of such a device"
+    assert known["range of tokens/s"].value == "none: no runs were published for such a device"
     assert range_words(Job.of(gpu="cpu").hardware) == ""
     assert re.match(r"0\.\d+ TFLOP/s in bf16", known["large products"].value)
     assert not known["context"].moves

@@ -51,7 +51,7 @@ def test_short_names_leave_room_for_the_seconds_of_a_step() -> None:
     assert f"{low:.1f}-{high:.1f}k" in lines[at + 1].split()
     text = " ".join(" ".join(lines).split())
     assert "Range of tokens/s: 90% of 46 published runs on this device were between 10% slower and 20%" in text
-    assert "Assumed, and may differ: context: 1.0 GiB; 0.3 to 1.0 GiB have been seen" in text
+    assert "Assumptions that may differ: context: 1.0 GiB; 0.3 to 1.0 GiB were reported" in text
 
 
 def test_launches_are_explained_where_a_row_waits_for_them() -> None:
@@ -119,7 +119,7 @@ def test_the_page_is_whole_and_asks_the_network_for_nothing() -> None:
     assert parser.references == []
     assert not re.search(r"@import|url\(|<script|<link|<img", page)
     assert "&lt;measured&gt;" in page
-    assert "<b>May differ:</b> 0.3 to 1.0 GiB have been seen." in page
+    assert "<b>May differ:</b> 0.3 to 1.0 GiB were reported." in page
     assert "<dt>its range</dt>" in page
     for section in ("answer", "memory", "table", "timeline", "fallen", "config", "assumptions"):
         assert f'<section id="{section}">' in page

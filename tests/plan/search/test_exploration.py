@@ -102,7 +102,7 @@ def test_what_holds_each_back_and_why_others_fall_out() -> None:
     assert of("full_shard", 1, "full").verdict is Verdict.SLOWER
     assert of("full_shard", 16, "none").limited_by == "needs 144.0 of 80.0 GiB, of which 128.0 for activations"
     assert of("no_shard", 1, "full").limited_by == "needs 115.0 of 80.0 GiB, of which 64.0 for optimizer state"
-    assert of("no_shard", 16, "none").limited_by == "as micro-batch 1, or more"
+    assert of("no_shard", 16, "none").limited_by == "does not fit, because micro-batch 1 does not"
     assert exploration.candidates[0].forecast is exploration.best
 
 
@@ -121,8 +121,9 @@ def test_a_budget_is_what_fits() -> None:
     tight = explored(Asked(), budget_bytes=10 * GIB, strategy="no_shard", micro_batch=[2, 4])
     with pytest.raises(
         PlanError,
-        match=r"nothing fits 8 x h100-sxm-80gb: the nearest, no_shard with micro-batch 2, all blocks recomputed, needs "
-        r"116\.0 of 10\.0 GiB, of which 64\.0 for optimizer state; use a smaller micro-batch, full_shard, more GPUs",
+        match=r"nothing fits 8 x h100-sxm-80gb; the nearest configuration, no_shard with micro-batch 2, all blocks "
+        r"recomputed, needs 116\.0 of 10\.0 GiB, of which 64\.0 for optimizer state; use a smaller micro-batch, "
+        r"full_shard, more GPUs",
     ):
         raise nothing_fits(tight)
 
@@ -185,7 +186,7 @@ def test_no_cluster_is_large_enough_for_a_block_that_does_not_fit() -> None:
 
 
 def test_an_objective_that_there_is_not() -> None:
-    with pytest.raises(PlanError, match="objective='speed': one of tokens_per_s, memory, micro_batch"):
+    with pytest.raises(PlanError, match="objective='speed': must be one of tokens_per_s, memory, micro_batch"):
         Objective.parse("speed")
 
 

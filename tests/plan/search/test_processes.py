@@ -53,5 +53,5 @@ def test_a_process_that_died_is_an_error_that_says_so() -> None:
         for process in processes(forecasters):
             process.kill()
             process.wait()
-        with pytest.raises(PlanError, match="a process of the search ended with status -9"):
+        with pytest.raises(PlanError, match="a process of the search exited with status -9"):
             forecasters(JOB)

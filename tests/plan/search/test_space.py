@@ -47,7 +47,7 @@ def test_a_shard_group_is_for_strategies_that_take_one() -> None:
         ("full_shard", None), ("hybrid_shard", 2), ("hybrid_shard", 4),
     ]  # fmt: skip
     assert shardings(strategy="hybrid_shard", gpus_per_node=2) == [("hybrid_shard", None)]
-    with pytest.raises(ConfigError, match="shard_group=4 is for strategy='hybrid_shard'"):
+    with pytest.raises(ConfigError, match="shard_group=4 needs strategy='hybrid_shard'"):
         shardings(shard_group=4, strategy="full_shard")
 
 
@@ -90,8 +90,8 @@ def test_accumulation_follows_from_the_global_batch() -> None:
     ("global_batch", "arguments", "line"),
     [
         (100, {}, "a global batch of 100 is not a multiple of 8 ranks; use 96 or 104"),
-        (-3, {}, "a global batch of -3: a whole number from 1 on"),
-        (0, {"micro_batch": 1}, "a global batch of 0: a whole number from 1 on"),
+        (-3, {}, "a global batch of -3: must be a whole number of at least 1"),
+        (0, {"micro_batch": 1}, "a global batch of 0: must be a whole number of at least 1"),
         (4, {}, "4 is not a multiple of 8 ranks; use 8"),
         (96, {"micro_batch": 5}, r"not a multiple of micro-batch x ranks = 5 x 8 = 40; use 80 or 120"),
         (96, {"accumulation": [7]}, "makes a global batch of 96 on 8 ranks in 7 micro-batches; leave"),
@@ -105,9 +105,9 @@ def test_a_batch_that_cannot_be_divided(global_batch: int, arguments: dict[str, 
 def test_a_value_that_no_job_can_have() -> None:
     with pytest.raises(ConfigError, match="unknown strategy 'fullshard'; did you mean 'full_shard'"):
         search_space({"strategy": "fullshard"})
-    with pytest.raises(ConfigError, match="activation_checkpointing='half': choose one of"):
+    with pytest.raises(ConfigError, match="activation_checkpointing='half': must be one of"):
         search_space({"activation_checkpointing": ["half"]})
-    with pytest.raises(ConfigError, match=r"optimizer=\[\] leaves nothing to choose from: give a value"):
+    with pytest.raises(ConfigError, match=r"optimizer=\[\] leaves nothing to search: give at least one value"):
         search_space({"optimizer": []})
 
 

@@ -363,7 +363,7 @@ def test_the_drawing_is_an_svg_with_a_lane_for_each_stream() -> None:
 def test_traces_are_written_by_suffix(tmp_path: Path) -> None:
     assert json.loads(write_trace(example(), tmp_path / "t.json").read_text())["displayTimeUnit"] == "ms"
     assert write_trace(example(), tmp_path / "t.svg").read_text().startswith("<svg")
-    with pytest.raises(PlanError, match=r"t\.png: a trace is written as \.json"):
+    with pytest.raises(PlanError, match=r"t\.png: a trace must be named \.json"):
         write_trace(example(), tmp_path / "t.png")
     with pytest.raises(PlanError, match="cannot be written"):
         write_trace(example(), tmp_path / "missing" / "t.json")

@@ -102,6 +102,8 @@ def test_memory_decides_and_too_little_is_said_on_every_rank(ranks: RankPools) -
     assert "planned and measured" in chosen[0]
     failures = ranks(2).run(run_here, folder, (f"parallel.hardware={none}", "log.name=none"), timeout_s=120)
     for failure in failures:
-        assert failure.startswith('PlanError: parallel.strategy="auto": nothing fits 2 x none.toml: the nearest, ')
+        assert failure.startswith(
+            'PlanError: parallel.strategy="auto": nothing fits 2 x none.toml; the nearest configuration, '
+        )
         assert "micro-batch" in failure
     assert not Path("runs/none").exists()

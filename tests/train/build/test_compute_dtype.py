@@ -43,8 +43,8 @@ def test_a_new_run_computes_in_bf16_where_its_device_does() -> None:
     dtype, words = settled(XPU)
     assert dtype == "bf16"
     assert words == (
-        "parameters are gathered and computed with in bf16, which this device computes in fastest, and updated in "
-        "fp32; parallel.param_dtype names another"
+        "parameters are gathered and computed with in bf16, the fastest dtype of this device, and updated in "
+        "fp32; to change it, set parallel.param_dtype"
     )
     assert settled(XPU, has_bf16=False)[0] == "fp32"
     assert settled(XPU, "model.dtype=fp16")[0] == "fp16"
@@ -77,7 +77,7 @@ def test_a_run_takes_what_was_settled(capsys: pytest.CaptureFixture[str]) -> Non
     capsys.readouterr()
     with mock.patch.object(accelerators, "computes_in_bf16", return_value=True):
         run_alone("log.name=open", "train.steps=2", *SAVING)
-    assert "computed with in bf16, which this device" in "".join(capsys.readouterr().out.splitlines()[:3])
+    assert "computed with in bf16, the fastest dtype" in "".join(capsys.readouterr().out.splitlines()[:3])
     assert losses("open") == losses("named")
     assert load("runs/open/config.toml").parallel.param_dtype == "bf16"
     run_alone("log.name=cpu", "train.steps=2", *SAVING)

@@ -65,7 +65,7 @@ def test_muon_has_hidden_matrices_and_adamw_the_rest() -> None:
     assert {group["lr"] for group in optimizer.param_groups} == {0.125}
     wanted = options_of(optimizer)
     wanted[0]["momentum"] = 0.8
-    assert set_options(optimizer, wanted) == ["train.momentum was 0.9 and is 0.8"]
+    assert set_options(optimizer, wanted) == ["train.momentum was 0.9 and is now 0.8"]
 
 
 @st.composite

@@ -103,7 +103,7 @@ def test_the_last_override_wins(path: Path) -> None:
         ("log.xyz=1", "unknown key log.xyz; [log] has directory, name, every, tensorboard"),
         ("lr=1", "override 'lr=1': unknown section [lr]; did you mean train.lr?"),
         ("train=1", "override 'train=1': train is a section; set one of its keys"),
-        ("train.lr", "override 'train.lr' does not read section.key=value, such as train.lr=1e-4"),
+        ("train.lr", "override 'train.lr' must have the form section.key=value, such as train.lr=1e-4"),
         ("train.steps.x=1", "override 'train.steps.x=1': train.steps is a value, not a table"),
         ("data.source=", "data.source = '': must have at least 1 character"),
         (f"train.seed={2**63}", f"train.seed = {2**63}: must be less than {2**63}"),
@@ -115,26 +115,26 @@ def test_the_last_override_wins(path: Path) -> None:
         ("train.betas=0.9", "train.betas = 0.9: must be a list"),
         (
             "train.activation_checkpointing=half",
-            "train.activation_checkpointing = 'half': must be 'none', 'full', 'selective-ops', 'every-N' (N from 1 on) "
-            "or 'offload'",
+            "train.activation_checkpointing = 'half': must be 'none', 'full', 'selective-ops', 'every-N' (N is 1 "
+            "or more) or 'offload'",
         ),
         ("log.name=a/b", "log.name = 'a/b': must be the name of a directory, without / and \\"),
         (
             "train.momentum=0.5",
-            '[train] momentum = 0.5 has no effect with optimizer = "adamw": leave it out, or set optimizer = "muon"; '
-            "AdamW has betas",
+            '[train] momentum = 0.5 has no effect with optimizer = "adamw", which has betas: leave it out, or set '
+            'optimizer = "muon"',
         ),
         (
             "offload.ring_mib=5",
-            "[offload] ring_mib = 5 has no effect without offload.optimizer, whose state comes through the ring: set "
-            'optimizer = "cpu" or "nvme", or leave ring_mib out (ring_mib=none)',
+            "[offload] ring_mib = 5 has no effect without offload.optimizer, because only optimizer state goes "
+            'through the ring: set optimizer = "cpu" or "nvme", or leave ring_mib out (ring_mib=none)',
         ),
         ("train.clip=nan", "train.clip = nan: must be a finite number"),
         ("parallel.slots=1", "parallel.slots = 1: must be greater than or equal to 2"),
         ("parallel.ranks=all", "parallel.ranks = 'all': must be 'auto', or must be an integer"),
         ("model.path=x", "[model] give exactly one of path, config and factory; found path and config"),
         ("model.config=none", "[model] give exactly one of path, config and factory; found none of them"),
-        ("log.name=..", "[log] name '..' is not a directory of its own"),
+        ("log.name=..", "[log] name '..' must be the name of a directory of its own"),
         (
             "parallel.strategy=zero",
             "parallel.strategy = 'zero': must be 'no_shard', 'shard_optimizer', 'shard_grad_op', 'full_shard', "
@@ -215,7 +215,9 @@ def test_a_global_batch_must_be_whole_micro_batches(path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["micro_batch", "global_batch"])
 def test_a_step_that_no_rank_has_memory_for_is_refused(path: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match=r"5\.12e\+22 tokens of a step on each rank .*: 2147483648 at most; lower"):
+    with pytest.raises(
+        ConfigError, match=r"5\.12e\+22 tokens per step on each rank .* are more than the 2147483648 supported; lower"
+    ):
         load(path, [f"train.{key}={10**20 if key == 'micro_batch' else 2 * 10**20}"]).for_ranks(2)
 
 
@@ -255,5 +257,5 @@ def test_an_adapter_needs_its_rank(path: Path) -> None:
     assert load(path, ["lora.r=8", "lora.base=nf4"]).lora.base == "nf4"
     with pytest.raises(ConfigError, match=r"lora\.base.*(nf4|int8)"):
         load(path, ["lora.r=8", "lora.base=nf3"])
-    with pytest.raises(ConfigError, match=r"\[lora\] alpha is given and r is not: set r"):
+    with pytest.raises(ConfigError, match=r"\[lora\] alpha is given but r is not: set r"):
         load(path, ["lora.alpha=4"])

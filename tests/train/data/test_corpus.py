@@ -26,5 +26,5 @@ def test_this_python_has_its_sources() -> None:
 
 
 def test_a_python_without_sources(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no sources"):
+    with pytest.raises(ConfigError, match="source code of Python's standard library is not at"):
         stdlib_documents(tmp_path)

@@ -25,9 +25,9 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "options", "words"),
     [
-        ("no.txt", None, {}, r"data\.source='no\.txt': no files there"),
-        ("e.txt", "", {}, r"data\.source='e\.txt' is empty: 1 file of no bytes"),
-        ("e.jsonl", '{"text": ""}\n', {}, r"holds no text in 1 file"),
+        ("no.txt", None, {}, r"data\.source='no\.txt': no such files"),
+        ("e.txt", "", {}, r"data\.source='e\.txt' is empty: 1 file with 0 bytes"),
+        ("e.jsonl", '{"text": ""}\n', {}, r"has no text in its 1 file"),
         ("r.jsonl", '{"body": "x"}\n', {}, r"r\.jsonl:1: a row needs text, messages.* this one has body"),
         ("r.csv", "title,body\na,b\n", {}, r"r\.csv:1: a row needs text.* this one has title, body"),
         ("r.txt", "not json", {"format": "jsonl"}, r"r\.txt cannot be read as jsonl"),
@@ -36,11 +36,11 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "o.jsonl",
             '{"prompt": "a", "completion": "b"}\n',
             {},
-            r"eval_fraction=0\.02: the source has one example only",
+            r"eval_fraction=0\.02: the source has only one example",
         ),
         ("t.txt", "x" * 99, {"tokenizer": "tokenzer"}, r"data\.tokenizer='tokenzer': no such directory; did you mean"),
-        ("t.txt", "x" * 99, {"tokenizer": "."}, r"data\.tokenizer='\.': no tokenizer is there"),
-        ("builtin:stdlib", None, {}, r"no built-in corpus 'stdlib'; there is builtin:python-stdlib"),
+        ("t.txt", "x" * 99, {"tokenizer": "."}, r"data\.tokenizer='\.' has no tokenizer"),
+        ("builtin:stdlib", None, {}, r"unknown built-in corpus 'stdlib'; use builtin:python-stdlib"),
     ],
 )
 def test_mistakes(name: str, text: str | None, options: dict[str, Any], words: str) -> None:
@@ -79,9 +79,9 @@ def test_a_model_too_small_for_the_data(inline: bool) -> None:
     words = DataConfig(tokenizer="tokenizer", seq_len=64)
     check_model(model(vocab_size=10, n_positions=64), words)
     check_model(model(), words)
-    with pytest.raises(ConfigError, match="vocab_size=9 and the tokenizer needs 10"):
+    with pytest.raises(ConfigError, match="vocab_size=9, but the tokenizer needs 10"):
         check_model(model(vocab_size=9), words)
-    with pytest.raises(ConfigError, match="vocab_size=256 and the tokenizer needs 320"):
+    with pytest.raises(ConfigError, match="vocab_size=256, but the tokenizer needs 320"):
         check_model(model(vocab_size=256), DataConfig())
     with pytest.raises(ConfigError, match="seq_len=64 is more than the model's max_position_embeddings=32"):
         check_model(model(n_positions=32), words)

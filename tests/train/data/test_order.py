@@ -38,10 +38,16 @@ def test_the_order_is_the_one_that_earlier_runs_had() -> None:
 @pytest.mark.parametrize(
     ("position", "said"),
     [
-        (Position(seed=4, epoch=0, sample=0, rows=8, digest="a"), r"data\.seed was 4 and is 3"),
-        (Position(seed=3, epoch=0, sample=0, rows=7, digest="b"), r"had 7 rows \(digest b\) .* have 8 \(digest a\)"),
-        (Position(seed=3, epoch=0, sample=0, rows=8, digest="b"), r"had 8 rows \(digest b\) .* have 8 \(digest a\)"),
-        (Position(seed=3, epoch=0, sample=8), r"had more rows .* have 8"),
+        (Position(seed=4, epoch=0, sample=0, rows=8, digest="a"), r"data\.seed was 4 and is now 3"),
+        (
+            Position(seed=3, epoch=0, sample=0, rows=7, digest="b"),
+            r"had 7 rows \(digest b\), .* now has 8 rows \(digest a\)",
+        ),
+        (
+            Position(seed=3, epoch=0, sample=0, rows=8, digest="b"),
+            r"had 8 rows \(digest b\), .* now has 8 rows \(digest a\)",
+        ),
+        (Position(seed=3, epoch=0, sample=8), r"had more rows, .* now has 8 rows"),
     ],
 )
 def test_a_position_in_other_data_is_refused(position: Position, said: str) -> None:

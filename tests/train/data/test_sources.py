@@ -56,7 +56,7 @@ def test_an_empty_table_has_no_rows(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", {"text": "one"})
     (tmp_path / "b.jsonl").touch()
     assert [document.segments[0].text for document in read_documents(str(tmp_path / "*.jsonl"))] == ["one"]
-    with pytest.raises(ConfigError, match=r"holds no text in 1 file$"):
+    with pytest.raises(ConfigError, match=r"has no text in its 1 file$"):
         list(read_documents(str(tmp_path / "b.jsonl")))
 
 
@@ -85,12 +85,12 @@ def test_the_format_may_be_said(tmp_path: Path) -> None:
 
 def test_a_missing_source_is_named_with_its_neighbour(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("x")
-    with pytest.raises(ConfigError, match=r"corups\.txt.*no files there; did you mean .*corpus\.txt"):
+    with pytest.raises(ConfigError, match=r"corups\.txt.*no such files; did you mean .*corpus\.txt"):
         read_documents(str(tmp_path / "corups.txt"))
 
 
 def test_an_unknown_built_in_corpus() -> None:
-    with pytest.raises(ConfigError, match="no built-in corpus 'shakespeare'; there is builtin:python-stdlib"):
+    with pytest.raises(ConfigError, match="unknown built-in corpus 'shakespeare'; use builtin:python-stdlib"):
         read_documents("builtin:shakespeare")
 
 
@@ -99,7 +99,7 @@ def test_an_unknown_built_in_corpus() -> None:
     [
         ({"content": "x"}, r"a\.jsonl:1: a row needs text, messages, or prompt and completion; this one has content"),
         ({"text": 3}, r"a\.jsonl:1: text must be text, not 3"),
-        ({"messages": [{"role": "user", "content": "q"}]}, "without a message of role assistant"),
+        ({"messages": [{"role": "user", "content": "q"}]}, "has no assistant message"),
         ({"messages": [{"role": "assistant"}]}, "a role and a content"),
         ({"messages": [1]}, r"a\.jsonl:1: every message needs a role and a content"),
         ({"messages": "hello"}, r'a\.jsonl:1: messages must be a list, not "hello"'),
@@ -118,5 +118,5 @@ def test_a_file_that_is_not_its_format(tmp_path: Path) -> None:
 
 def test_files_without_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
-    with pytest.raises(ConfigError, match="holds no text"):
+    with pytest.raises(ConfigError, match="has no text"):
         read_documents(str(tmp_path / "a.txt"))

@@ -211,9 +211,12 @@ def test_checkpoints_that_are_in_the_way_are_an_error() -> None:
     run_here(".", 2, "checkpoint.every=1")
     with pytest.raises(ConfigError, match=r'"never", but .* has 2 checkpoints'):
         run_here(".", None, "checkpoint.resume=never")
-    with pytest.raises(ConfigError, match=r"saved with other data, or another data\.seed: data\.seed was 0 and is 3"):
+    with pytest.raises(
+        ConfigError, match=r"saved with other data or another data\.seed: data\.seed was 0 and is now 3"
+    ):
         run_here(".", None, "data.seed=3")
-    said = r"its data had \d+ rows \(digest \w+\) and these have \d+ \(digest \w+\) \(data\.source='texts/1\*\.txt'"
+    rows = r"\d+ rows \(digest \w+\)"
+    said = rf"the checkpoint's data had {rows}, the data now has {rows} \(data\.source='texts/1\*\.txt'"
     with pytest.raises(ConfigError, match=said):
         run_here(".", None, "data.source=texts/1*.txt")
     for path in Path("runs/tiny/checkpoints").iterdir():
@@ -296,7 +299,7 @@ def test_a_changed_setting_of_the_optimizer_holds_and_is_said(capsys: pytest.Cap
     run_here(".", 3, "checkpoint.every=3")
     capsys.readouterr()
     run_here(".", None, "checkpoint.every=3", "train.weight_decay=0.7", "train.betas=[0.5, 0.6]")
-    said = "from here on: train.betas was [0.9, 0.95] and is [0.5, 0.6]; train.weight_decay was 0.1 and is 0.7\n"
+    said = "are used: train.betas was [0.9, 0.95] and is now [0.5, 0.6]; train.weight_decay was 0.1 and is now 0.7\n"
     assert said in capsys.readouterr().out
     saved = json.loads(Path("runs/tiny/checkpoints/step-000006/training.json").read_text())["optimizer"]["groups"]
     assert [(group["weight_decay"], group["betas"]) for group in saved] == [(0.7, [0.5, 0.6]), (0.0, [0.5, 0.6])]
@@ -347,6 +350,6 @@ def test_a_checkpoint_that_is_named_is_verified() -> None:
 def test_a_checkpoint_that_is_named_may_not_be_older_than_the_runs_own() -> None:
     run_here(".", 3, "checkpoint.every=1")
     older = "runs/tiny/checkpoints/step-000002"
-    with pytest.raises(ConfigError, match=r"step-000002' is at step 2 and the run has .*step-000003: leave"):
+    with pytest.raises(ConfigError, match=r"step-000002' is at step 2, but the run has .*step-000003: leave"):
         run_here(".", None, "checkpoint.every=1", f"checkpoint.resume={older}")
     assert kept("tiny") == ["step-000002", "step-000003"]

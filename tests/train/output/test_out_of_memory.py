@@ -41,7 +41,7 @@ def test_a_step_out_of_memory_shows_the_plan_what_is_held_and_ways_out(monkeypat
     assert rows["activations"][1] == "-", "nobody counts them on a CPU"
     assert "usable; the plan's peak is in" in message
     ways = "train.activation_checkpointing=full, train.micro_batch=8 with train.global_batch=16, "
-    assert lines[-1].startswith(f"Ways out: {ways}parallel.strategy=full_shard, more ranks"), message
+    assert lines[-1].startswith(f"To use less memory: {ways}parallel.strategy=full_shard, more ranks"), message
     monkeypatch.setattr(trainer.LossFunction, "__call__", forward)
     ways_out = ["train.activation_checkpointing=full", "train.micro_batch=8", "parallel.strategy=full_shard"]
     trainer.run(load("tiny.toml", [*overrides, *ways_out, "log.name=again"]))
@@ -63,5 +63,5 @@ def test_a_model_that_cannot_be_planned_still_says_what_is_held(monkeypatch: pyt
     with pytest.raises(OutOfMemory) as caught:
         trainer.run(load("tiny.toml", ["model.config=none", "model.factory=odd:Odd", "parallel.strategy=full_shard"]))
     assert "param_shards" in str(caught.value)
-    assert "no plan for this run: the model's code decides by its tensors' values" in str(caught.value)
+    assert "no plan for this run: the model's code depends on values of tensors" in str(caught.value)
     assert json.dumps(str(caught.value))

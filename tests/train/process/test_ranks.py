@@ -58,7 +58,7 @@ def meet(identities: list[str | None], hosts: list[str]) -> None:
 
 
 def refused(identities: list[str | None], hosts: list[str]) -> None:
-    with pytest.raises(MeshError, match=r"^ranks 0 and 2 have the same device, GPU-a of one: have each rank of a host"):
+    with pytest.raises(MeshError, match=r"^ranks 0 and 2 have the same device, GPU-a of one: let each rank of a host"):
         meet(identities, hosts)
 
 

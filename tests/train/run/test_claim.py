@@ -74,7 +74,7 @@ def test_storage_without_locks_is_a_warning(number: int, monkeypatch: pytest.Mon
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    assert take() == ["runs/tiny is on storage without locks: a second launch into it would not be noticed"]
+    assert take() == ["runs/tiny is on storage without locks: a second run that writes there would not be noticed"]
 
 
 def test_a_directory_that_cannot_be_made_is_named() -> None:

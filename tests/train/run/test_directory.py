@@ -36,7 +36,9 @@ def test_a_damaged_log_is_named_with_its_line(tmp_path: Path, config_file: Path,
     directory.begin(load(config_file))
     directory.metrics.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 3}\n{"st')
     before = directory.metrics.read_bytes()
-    with pytest.raises(ConfigError, match=r"run/metrics\.jsonl, line 2: no JSON object with a step .*remove the line"):
+    with pytest.raises(
+        ConfigError, match=r"run/metrics\.jsonl, line 2: is not a JSON object with a step .*remove the line"
+    ):
         directory.begin(load(config_file), steps=2)
     assert directory.metrics.read_bytes() == before
     directory.metrics.write_bytes(before.replace(damaged, b'{"step": 2}'))

@@ -32,9 +32,9 @@ def test_a_checkpoint_at_a_url_to_go_on_from(room: Path) -> None:
     torch.save({"w": torch.ones(3)}, room / "w.pt")
     convert(room / "w.pt", room / "step-000002")
     check(load(room / "tiny.toml", [f"checkpoint.resume=file://{room}/step-000002"]), 0)
-    with pytest.raises(ConfigError, match=r"checkpoint\.resume='file://.*/step-000003': nothing is there"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume='file://.*/step-000003': no such file or directory"):
         check(load(room / "tiny.toml", [f"checkpoint.resume=file://{room}/step-000003"]), 0)
-    with pytest.raises(ConfigError, match=r"model\.path='file://.*: nothing is there"):
+    with pytest.raises(ConfigError, match=r"model\.path='file://.*: no such file or directory"):
         check(load(room / "tiny.toml", ["model.config=none", f"model.path=file://{room}"]), 0)
 
 
@@ -83,12 +83,12 @@ def test_more_ranks_than_cores_are_told(room: Path, monkeypatch: pytest.MonkeyPa
     three, four = (load(room / "tiny.toml", [f"parallel.ranks={ranks}"]) for ranks in (3, 4))
     assert crowding(check(three, 0), 0) is None
     warning = crowding(check(four, 0), 0)
-    assert warning == "parallel.ranks=4 on 3 cores: the ranks take turns, and start slowly"
+    assert warning == "parallel.ranks=4 on 3 cores: the ranks share the cores, and start slowly"
     assert crowding(check(four, 4), 4) is None
 
 
 def test_more_ranks_than_memory_has_room_for_are_not_started(room: Path) -> None:
-    with pytest.raises(MeshError, match=r"parallel\.ranks=1000000: a CPU rank takes 200 MiB .*; ask for fewer"):
+    with pytest.raises(MeshError, match=r"parallel\.ranks=1000000: a CPU rank needs 200 MiB .*; use fewer ranks"):
         check(load(room / "tiny.toml", ["parallel.ranks=1000000"]), 0)
 
 
@@ -99,7 +99,9 @@ def test_hardware_that_plans_are_to_take_is_looked_for_whatever_the_strategy(roo
 
 
 def test_names_of_a_hub_are_told_that_nothing_is_downloaded(room: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.tokenizer='gpt2': nothing is there; name a directory of this"):
+    with pytest.raises(
+        ConfigError, match=r"data\.tokenizer='gpt2': no such file or directory; name a directory of this"
+    ):
         check(load(room / "tiny.toml", ["data.tokenizer=gpt2"]), 0)
 
 

@@ -44,8 +44,8 @@ def refuse_uncommitted(directory: Directory) -> None:
     for name in names:
         if name == training_json.NAME or (tensor_files.stem_of(name) == "optimizer" and name.endswith(".safetensors")):
             raise CheckpointError(
-                f"{directory} has {name} and no {manifest.NAME}, so it is not a committed checkpoint: its files may be "
-                "those of a save or a copy that did not end"
+                f"{directory} has {name} but no {manifest.NAME}, so it is not a committed checkpoint: its files "
+                "may belong to an unfinished save or copy"
             )
 
 
@@ -57,7 +57,7 @@ def _promised(directory: Directory) -> dict[str, str]:
         with manifest.reading(path):
             promised = dict(json.loads(directory.read(INDEX))["weight_map"])
     except (FileNotFoundError, NotADirectoryError):
-        found = f"has neither {SINGLE} nor {INDEX}" if directory.names() else "is not a directory, or an empty one"
+        found = f"has neither {SINGLE} nor {INDEX}" if directory.names() else "is not a directory, or is empty"
         raise CheckpointError(f"{directory} {found}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
@@ -80,12 +80,12 @@ def _chosen(
             holders.setdefault(name, []).append(file)
     for name, file in promised.items():
         if name not in holders:
-            raise CheckpointError(f"{directory}/{file} has no tensor {name!r}; {INDEX} promises it")
+            raise CheckpointError(f"{directory}/{file} has no tensor {name!r}, but {INDEX} lists it there")
     for name, files in holders.items():
         if len(files) > 1 and promised.get(name) not in files:
             raise CheckpointError(
-                f"{directory} has {name!r} in {files[0]} and {files[1]}, and {INDEX} does not say in which it is to be "
-                "read: are they of one model?"
+                f"{directory} has {name!r} in {files[0]} and {files[1]}, and {INDEX} does not say which one to "
+                "read: check that both belong to one model"
             )
     owner = {name: files[0] if len(files) == 1 else promised[name] for name, files in holders.items()}
     return {

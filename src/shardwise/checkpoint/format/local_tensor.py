@@ -294,7 +294,7 @@ def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | N
     Without `places` it is stored as it is, under its first name. Raises UsageError if safetensors has no such dtype.
     """
     if tensor.dtype not in NAMES:
-        raise UsageError(f"{names[0]!r} is of {tensor.dtype}, which safetensors files cannot hold")
+        raise UsageError(f"{names[0]!r} has dtype {tensor.dtype}, which safetensors files cannot hold")
     places = places or (Place.whole(names[0], tensor.shape),)
     if isinstance(tensor, ShardedParameter):
         ranks, start, shape = tensor.placement.shard_group.world_size, tensor.fragment.start, tuple(tensor.shape)

@@ -144,9 +144,7 @@ def _own_sum(document: Mapping[str, Any]) -> str:
 def _check_own_sum(directory: Directory, document: Mapping[str, Any]) -> None:
     found = _own_sum(document)
     if document.get("sum", found) != found:
-        raise CheckpointError(
-            f"{directory}/{NAME} is damaged: it has the checksum {found}, and says that it is {document['sum']}"
-        )
+        raise CheckpointError(f"{directory}/{NAME} is damaged: its checksum is {found}, but it says {document['sum']}")
 
 
 def is_there(directory: Directory) -> bool:
@@ -195,7 +193,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def plain_name(name: str) -> str:
     """Return the name itself. Raises ValueError if a file in a checkpoint cannot have it."""
     if name != os.path.basename(name) or name in {"", ".", "..", NAME} or "\0" in name or "\\" in name:  # noqa: PTH119
-        raise ValueError(f"{name!r} is not the name of a file in the checkpoint")
+        raise ValueError(f"{name!r} cannot be the name of a file in the checkpoint")
     return name
 
 
@@ -212,7 +210,7 @@ def _joined(entry: Any) -> JoinedFile:
 def _check_parts(name: str, joined: JoinedFile, files: Mapping[str, FileRecord]) -> None:
     """Raise ValueError unless every byte is stored exactly once, and in a file of the checkpoint."""
     if name in files:
-        raise ValueError(f"{name!r} is both a file and joined of others")
+        raise ValueError(f"{name!r} is both a file and joined from other files")
     reached = 0
     for part in sorted(joined.parts):
         if part.start != reached or part.stop <= part.start:
@@ -296,7 +294,7 @@ def _damaged_sums(
         except EOFError as error:
             yield CheckpointError(f"{path} is truncated: it ends at byte {error}, not {record.nbytes}")
         except (FileNotFoundError, NotADirectoryError):
-            yield CheckpointError(f"{path} is missing; the manifest promises {record.nbytes} bytes")
+            yield CheckpointError(f"{path} is missing; the manifest lists {record.nbytes} bytes")
         before += record.nbytes
 
 
@@ -306,7 +304,7 @@ def check_size(directory: Directory, name: str, record: FileRecord) -> None:
         with reading(f"{directory}/{name}"):
             found = directory.size(name)
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{directory}/{name} is missing; the manifest promises {record.nbytes} bytes") from None
+        raise CheckpointError(f"{directory}/{name} is missing; the manifest lists {record.nbytes} bytes") from None
     if found != record.nbytes:
         kind = "truncated" if found < record.nbytes else "too long"
         raise CheckpointError(f"{directory}/{name} is {kind}: {found} bytes, not {record.nbytes}")
@@ -328,7 +326,7 @@ def _check_tiling(path: str, record: FileRecord) -> None:
         raise CheckpointError(f"{path}: the manifest has no checksum for bytes [{start}, {stop})")
     beyond = [(start, stop) for start, stop in ranges if start < 0 or stop > record.nbytes or stop <= start]
     for start, stop in (*beyond, *overlaps(ranges)):
-        raise CheckpointError(f"{path}: the manifest's checksums for bytes [{start}, {stop}) cannot be right")
+        raise CheckpointError(f"{path}: the manifest's checksums for bytes [{start}, {stop}) are invalid")
 
 
 def checked_chunks(path: str, file: Source, record: FileRecord) -> Iterator[tuple[int, memoryview]]:
@@ -349,6 +347,6 @@ def checked_chunks(path: str, file: Source, record: FileRecord) -> Iterator[tupl
             yield start, chunk
         if total.hexdigest() != region.sum:
             raise CheckpointError(
-                f"{path} is damaged: bytes [{region.start}, {region.stop}) have the checksum {total.hexdigest()}, not "
-                f"{region.sum}"
+                f"{path} is damaged: bytes [{region.start}, {region.stop}) have the checksum "
+                f"{total.hexdigest()}, not {region.sum}"
             )

@@ -51,8 +51,8 @@ class Matched:
             dtype = DTYPES[stored[place.name].dtype]
             if not _takes(piece.tensor.dtype, dtype):
                 raise CheckpointError(
-                    f"{where}: {place.name!r} is stored as {dtype} and {piece.name!r} is of {piece.tensor.dtype} here: "
-                    "one cannot be cast to the other"
+                    f"{where}: {place.name!r} is stored as {dtype}, but {piece.name!r} is {piece.tensor.dtype} "
+                    "here: one cannot be cast to the other"
                 )
 
     def raise_differences(self, where: object, instead: str) -> None:
@@ -60,8 +60,8 @@ class Matched:
         way out."""
         found = (
             ("missing from the checkpoint", self.missing),
-            ("unexpected in it", self.unexpected),
-            ("of another shape", self.wrong_shape),
+            ("unexpected in the checkpoint", self.unexpected),
+            ("with another shape", self.wrong_shape),
         )
         parts = [
             f"{what}: {shown(wrong)}"
@@ -109,8 +109,8 @@ def _check_writable(piece: Piece) -> None:
     strides = zip(piece.tensor.stride(), piece.tensor.shape, strict=True)
     if piece.tensor.numel() and any(stride == 0 and size > 1 for stride, size in strides):
         raise UsageError(
-            f"{piece.name!r} of shape {piece.shape} is expanded: several of its elements are one number in memory, so "
-            "it cannot be read into. Register it as tensor.contiguous()"
+            f"{piece.name!r} of shape {piece.shape} is expanded: several of its elements share one place in "
+            "memory, so it cannot be read into. Register it as tensor.contiguous()"
         )
 
 

@@ -48,8 +48,8 @@ def adapter_to_write(model: nn.Module) -> list[Piece]:
     if left_out:
         more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
         raise UsageError(
-            f"adapter=True saves what PEFT's files hold, and {left_out[0]!r}{more} is trained besides: list its module "
-            "in the adapter's modules_to_save, freeze it, or leave adapter out"
+            f"adapter=True saves only what PEFT's files hold, but {left_out[0]!r}{more} is trained too: list its "
+            "module in the adapter's modules_to_save, freeze it, or leave adapter out"
         )
     return [piece_of(names, tensor, (Place.whole(theirs[names[0]], tuple(tensor.shape)),)) for names, tensor in kept]
 
@@ -86,7 +86,7 @@ def _tensors(model: nn.Module, ignored: Container[str]) -> list[tuple[list[str],
     """Return the state_dict's tensors, each once and with its names; the name that it is stored under is the first."""
     if any(engine.is_suspended or not give_up_interrupted(engine) for engine in engines_of(model)):
         raise UsageError(
-            "sw.checkpoint inside a forward, a backward or sw.unsharded of the same model: leave that first"
+            "sw.checkpoint was called inside a forward, a backward or sw.unsharded of the same model: call it outside"
         )
     own = _written_by_loads(model)
     by_tensor: dict[int, tuple[Tensor, list[str]]] = {}
@@ -97,8 +97,9 @@ def _tensors(model: nn.Module, ignored: Container[str]) -> list[tuple[list[str],
             raise UsageError(f"{name!r} in the model's state_dict is a {type(value).__name__}, not a tensor")
         if not own(value) and _taker_of_extra_state(model, name) is None:
             raise UsageError(
-                f"{name!r} in the model's state_dict is a copy, and no parameter, buffer or attribute of a module: a "
-                "load would fill the copy and leave the module as it is. Register it as a buffer, or save it as `extra`"
+                f"{name!r} in the model's state_dict is a copy, not a parameter, buffer or attribute of a "
+                "module: a load would fill the copy and leave the module unchanged. Register it as a buffer, or "
+                "save it as `extra`"
             )
         by_tensor.setdefault(id(value), (value, []))[1].append(uncompiled_name(name))
     return [(stored_first(model, names), tensor) for tensor, names in by_tensor.values()]

@@ -97,14 +97,14 @@ def _named(entry: Any) -> NamedTensor:
     places = tuple(Place(str(name), _sizes(stored), _runs(runs, stored)) for name, stored, runs in entry["places"])
     names = tuple(map(str, entry["names"]))
     if not names or not places or not tile([place.runs for place in places], math.prod(shape)):
-        raise ValueError(f"{names} of shape {shape} are not all there")
+        raise ValueError(f"{names} of shape {shape} are incomplete")
     return NamedTensor(names, shape, places)
 
 
 def _sizes(shape: Any) -> tuple[int, ...]:
     sizes = tuple(int(size) for size in shape)
     if min(sizes, default=0) < 0:
-        raise ValueError(f"a shape {sizes}")
+        raise ValueError(f"negative size in the shape {sizes}")
     return sizes
 
 
@@ -131,7 +131,7 @@ def _runs(progressions: Any, stored: Sequence[int]) -> IndexMap:
     here, there, length, count, step_here, step_there = table.T
     elements = sum(a * b for a, b in zip(length.tolist(), count.tolist(), strict=True))
     if (table[:, 2:4] < 1).any() or elements > numel:  # before memory for them is allocated
-        raise ValueError(f"runs that are not of a tensor of shape {tuple(stored)}")
+        raise ValueError(f"runs do not fit a tensor of shape {tuple(stored)}")
     number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     found = IndexMap(
         np.repeat(here, count) + number * np.repeat(step_here, count),
@@ -141,5 +141,5 @@ def _runs(progressions: Any, stored: Sequence[int]) -> IndexMap:
     ordered = IndexMap.joined([found])  # raises if they overlap
     back = ordered.inverse()
     if len(back) and (back.here[0] < 0 or back.here[-1] + back.length[-1] > numel):
-        raise ValueError(f"runs that leave a tensor of shape {tuple(stored)}")
+        raise ValueError(f"runs go beyond a tensor of shape {tuple(stored)}")
     return ordered

@@ -58,7 +58,8 @@ def named_groups(model: nn.Module, optimizer: Optimizer) -> list[list[tuple[str,
             if id(face) not in fqns:
                 raise UsageError(
                     f"group {number} of this {type(optimizer).__name__} has a parameter of shape "
-                    f"{tuple(parameter.shape)} that the model does not have: build it from model.parameters()"
+                    f"{tuple(parameter.shape)} that the model does not have: build the optimizer from "
+                    "model.parameters()"
                 )
             groups[-1].append((fqns[id(face)], face))
     return groups
@@ -99,7 +100,7 @@ def _check_owners(optimizer: Optimizer, named: list[list[tuple[str, Tensor]]]) -
             continue
         what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
         raise UsageError(
-            f"this {type(optimizer).__name__} has state of {what}, which is not a parameter of its groups, so that it "
+            f"this {type(optimizer).__name__} has state of {what}, which is not a parameter of its groups, so it "
             "cannot be saved by name: keep it in a group's options, or save it as `extra`"
         )
 
@@ -128,7 +129,7 @@ def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece], any_sh
         return {"tensor": name}
     if isinstance(value, dict):  # in the document a dict stands for a tensor
         raise UsageError(
-            f"optimizer state {name!r} is a dict, which cannot be saved: keep its values as state of their own"
+            f"optimizer state {name!r} is a dict, which cannot be saved: keep its values as separate state"
         )
     if not isinstance(value, Tensor):
         check_json(value, f"optimizer state {name!r}")
@@ -139,8 +140,8 @@ def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece], any_sh
         pieces.append(piece_of((name,), value))
         return {"tensor": name}
     raise UsageError(
-        f"optimizer state {name!r} of shape {tuple(value.shape)} is neither a number nor of its parameter's shape "
-        f"{tuple(parameter.shape)}: it cannot be saved for another number of ranks"
+        f"optimizer state {name!r} of shape {tuple(value.shape)} is neither a number nor of the shape of its "
+        f"parameter, {tuple(parameter.shape)}: it cannot be saved for another number of ranks"
     )
 
 
@@ -232,9 +233,8 @@ def _sharded_room(
         room = store.place(optimizer, parameter, name)
         if room is None or room.dtype != dtype:
             raise UsageError(
-                f"optimizer state {name!r} of {parameter.fqn!r} in {dtype} has no room "
-                f"{store.medium.where}: load it into an optimizer of the same kind and options, or leave "
-                "offload.optimizer out"
+                f"optimizer state {name!r} of {parameter.fqn!r} in {dtype} has no place {store.medium.where}: "
+                "load it into an optimizer of the same kind and options, or leave offload.optimizer out"
             )
         return room
     placement = own or parameter.placement

@@ -47,8 +47,8 @@ def own_rows(
     if len(fitting) < len(rows) and peers.is_first:
         lost = next(row.name for row in rows if stored[row.name].shape != row.shape)
         warnings.warn(
-            f"shardwise: {len(rows) - len(fitting)} tensors differed between ranks when they were saved, by another "
-            f"number of ranks, {lost!r} among them: every rank has rank 0's",
+            f"shardwise: {len(rows) - len(fitting)} tensors, such as {lost!r}, differed between ranks when "
+            "another number of ranks saved them: every rank now has those of rank 0",
             stacklevel=5,
         )
     return [(row, row.places[0]) for row in fitting]

@@ -87,7 +87,7 @@ class TensorFile:
         """Return the bytes of elements [start, stop) of the flattened (row-major) tensor `name`."""
         tensor = self.tensors[name]
         if not 0 <= start <= stop <= tensor.numel:
-            raise ValueError(f"elements [{start}, {stop}) of {name!r}, which has {tensor.numel}")
+            raise ValueError(f"elements [{start}, {stop}) are outside {name!r}, which has {tensor.numel}")
         first = self.starts[name]
         return Range(first + start * tensor.item_bytes, first + stop * tensor.item_bytes)
 
@@ -158,7 +158,7 @@ def parse(header: bytes, file_bytes: int) -> TensorFile:
     for name, entry in described.items():
         tensor, (start, stop) = _entry(name, entry)
         if stop - start != tensor.nbytes:
-            raise ValueError(f"tensor {name!r} of {tensor.nbytes} bytes has {stop - start} in the file")
+            raise ValueError(f"tensor {name!r} of {tensor.nbytes} bytes has {stop - start} bytes in the file")
         tensors[name], starts[name] = tensor, len(header) + start
         ranges.append((start, stop, name))
     reached = 0
@@ -167,7 +167,7 @@ def parse(header: bytes, file_bytes: int) -> TensorFile:
             raise ValueError(f"tensor {name!r} begins at byte {start} of the data, not at {reached}")
         reached = stop
     if len(header) + reached != file_bytes:
-        raise ValueError(f"its tensors end at byte {len(header) + reached} and the file has {file_bytes}")
+        raise ValueError(f"its tensors end at byte {len(header) + reached}, but the file has {file_bytes} bytes")
     return TensorFile(header, tensors, starts, file_bytes)
 
 

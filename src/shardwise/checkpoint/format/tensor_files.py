@@ -126,14 +126,14 @@ def files_for(stem: str, pieces: Iterable[WritablePiece], max_file_bytes: int) -
         for place, tensor in zip(piece.places, piece.stored, strict=True):
             if (known := filled.get(tensor.name, 0)) + place.runs.numel > tensor.numel:
                 raise UsageError(
-                    f"{tensor.name!r} is stored with {piece.name!r} in it, and {known} of its {tensor.numel} elements "
-                    "are another tensor's: give the two different names"
+                    f"{piece.name!r} is stored as part of {tensor.name!r}, but {known} of its {tensor.numel} "
+                    "elements are stored by another tensor: give the two different names"
                 )
             filled[tensor.name] = known + place.runs.numel
             if stored.setdefault(tensor.name, tensor) != tensor:
                 raise UsageError(
-                    f"{tensor.name!r} is stored with {piece.name!r} in it, as {tensor.dtype}, and with something else "
-                    f"as {stored[tensor.name].dtype}: give both the same dtype"
+                    f"{piece.name!r} is stored as part of {tensor.name!r} in {tensor.dtype}, but another part is "
+                    f"stored in {stored[tensor.name].dtype}: give both the same dtype"
                 )
     return lay_out_files(stem, tuple(stored.values()), max_file_bytes)
 
@@ -145,7 +145,7 @@ def lay_out_files(stem: str, tensors: tuple[StoredTensor, ...], max_file_bytes: 
     Raises CheckpointError for a name that no file can hold.
     """
     if any(tensor.name == RESERVED for tensor in tensors):
-        raise CheckpointError(f"a tensor is called {RESERVED!r}, which files keep for themselves: rename it")
+        raise CheckpointError(f"a tensor is named {RESERVED!r}, which is reserved in safetensors files: rename it")
     parts = split(tensors, max_file_bytes)
     names = [f"{stem}-{k:05d}-of-{len(parts):05d}.safetensors" for k in range(1, len(parts) + 1)]
     if len(parts) == 1:
@@ -283,5 +283,5 @@ def read(
                 reader.finish()
                 direct_bytes += reader.direct_bytes
         except EOFError as error:
-            raise CheckpointError(f"{path} ends at byte {error}, before tensor data that it holds") from None
+            raise CheckpointError(f"{path} ends at byte {error}, before the end of its tensor data") from None
     return Read(read_bytes, peak_staged_bytes, direct_bytes)

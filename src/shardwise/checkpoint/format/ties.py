@@ -29,7 +29,7 @@ def check_ties(where: object, opened: Contents | Directory, files: TensorFiles, 
             staged_bytes = max(staged_bytes, read.peak_staged_bytes + 2 * twin.tensor.nbytes)
         if not torch.equal(*values):
             raise CheckpointError(
-                f"{where} holds different numbers for {own[0].name!r} and {others[0].name!r}, which the model ties: "
-                "build it with tie_word_embeddings=False"
+                f"{where} holds different numbers for {own[0].name!r} and {others[0].name!r}, which the model "
+                "ties: build the model with tie_word_embeddings=False"
             )
     return staged_bytes

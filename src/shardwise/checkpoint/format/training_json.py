@@ -80,7 +80,7 @@ def encode(document: Mapping[str, Any]) -> bytes:
 def read(contents: Contents) -> dict[str, Any]:
     """Read the document of a checkpoint. Raises CheckpointError if it is missing or damaged."""
     if NAME not in contents.manifest.files:
-        raise CheckpointError(f"{contents} is damaged: its manifest names no {NAME}")
+        raise CheckpointError(f"{contents} is damaged: its manifest does not list {NAME}")
     try:
         document: dict[str, Any] = json.loads(contents.read(NAME))
         if document["format"] != _FORMAT:

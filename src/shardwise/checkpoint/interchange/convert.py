@@ -84,7 +84,10 @@ def convert(  # noqa: PLR0913 - options of a command
     """
     save_thread.wait()
     if is_url(target):
-        raise UsageError(f"{os.fspath(target)} is a URL, and a conversion writes to a path: copy it from there")
+        raise UsageError(
+            f"{os.fspath(target)} is a URL, but a conversion writes only to a path: convert to a path, and copy it "
+            "from there"
+        )
     end = Path(os.path.abspath(target))  # noqa: PTH100 - not through links
     with manifest.reading(source):
         kind = kind_of(source)
@@ -128,7 +131,7 @@ def read(source: Location, kind: Kind, model_only: bool = False) -> Carried:
 def _refuse_base(source: Location, base: object) -> None:
     if base is not None:
         raise CheckpointError(
-            f"{source} is not an adapter of PEFT's, and only those are merged into a base (--base {base})"
+            f"{source} is not a PEFT adapter, and only those are merged into a base: leave --base {base} out"
         )
 
 
@@ -136,7 +139,7 @@ def _given_files(directory: Path) -> dict[str, bytes]:
     with manifest.reading(directory):
         if not directory.is_dir():
             raise CheckpointError(
-                f"{directory}, whose files are to go along, is not a directory{nearest_path(directory)}"
+                f"{directory}, whose files are to be copied, is not a directory{nearest_path(directory)}"
             )
         return configuration_of(directory)
 

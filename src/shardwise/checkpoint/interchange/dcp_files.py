@@ -69,7 +69,7 @@ def write_dcp(carried: Carried, target: Path, flat: bool) -> None:
         taken = sorted(model.keys() & state.keys())
         if taken:
             raise CheckpointError(
-                f"the model has a tensor called {taken[0]!r}, which is taken at the top level: convert without --flat"
+                f"the model has a tensor named {taken[0]!r}, which is reserved at the top level: convert without --flat"
             )
         state = {**model, **state}
     with commit.building(target) as partial, _quietly(), _first_cause():
@@ -186,7 +186,7 @@ def read_dcp(directory: Path) -> Tree:
     metadata = dcp_metadata.read(directory)
     for place in {place.file: place for place in metadata.places()}.values():
         if not (directory / place.file).is_file():
-            raise CheckpointError(f"{directory / place.file} is missing; {dcp_metadata.NAME} promises it")
+            raise CheckpointError(f"{directory / place.file} is missing; {dcp_metadata.NAME} lists it")
     values: dict[Key, Any] = {}
     refused: dict[Key, str] = {}
     for key, place in metadata.objects.items():
@@ -247,7 +247,7 @@ class DcpTensors:
             f"torch.{tensor.dtype}",
         ):
             raise CheckpointError(
-                f"{self._directory / place.file} has at byte {place.start} something else than the part of {name!r} of "
-                f"shape {box.sizes} and {tensor.dtype} that {dcp_metadata.NAME} promises"
+                f"{self._directory / place.file} does not have, at byte {place.start}, the part of {name!r} of "
+                f"shape {box.sizes} and {tensor.dtype} that {dcp_metadata.NAME} lists there"
             )
         return saved

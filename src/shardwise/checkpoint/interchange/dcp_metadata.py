@@ -129,8 +129,8 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and name in _DTYPES:
             return name
         raise CheckpointError(
-            f"{self._path} names {module}.{name}, which does not belong into the metadata of a DCP checkpoint: it is "
-            "not read, and nothing of it was executed"
+            f"{self._path} names {module}.{name}, which does not belong in the metadata of a DCP checkpoint: it "
+            "was not read, and nothing in it was executed"
         )
 
 

@@ -172,8 +172,8 @@ def _check_places(directory: Path) -> None:
         size = (directory / place.file).stat().st_size
         if place.start + place.nbytes > size:
             raise CheckpointError(
-                f"{directory / place.file} is truncated: {size} bytes, and {dcp_metadata.NAME} has data up to "
-                f"{place.start + place.nbytes}"
+                f"{directory / place.file} is truncated: it has {size} bytes, but {dcp_metadata.NAME} lists data "
+                f"up to byte {place.start + place.nbytes}"
             )
 
 

@@ -51,11 +51,11 @@ def kind_of(location: Location) -> Kind:
             raise CheckpointError(f"{path} is one file of a checkpoint: give its directory, {path.parent}")
         if path.suffix in PT_SUFFIXES or _begins(path, _PICKLE) or _begins(path, _ZIP):
             return Kind.PT
-        raise CheckpointError(f"{path} is not a checkpoint: no directory, and no file of torch.save")
+        raise CheckpointError(f"{path} is not a checkpoint: it is neither a directory nor a file of torch.save")
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist")
     if path.suffix == commit.PARTIAL:
-        raise CheckpointError(f"{path} was left by a save that did not end: it is not a checkpoint")
+        raise CheckpointError(f"{path} was left by an unfinished save: it is not a checkpoint")
     if (path / manifest.NAME).is_file():
         return _own(path)
     if (path / dcp_metadata.NAME).is_file() and _begins(path / dcp_metadata.NAME, _PICKLE):
@@ -85,20 +85,20 @@ def _own(location: Location) -> Kind:
 def _instead(path: Path) -> str:
     """Describe a directory that is not a checkpoint, and name the path to give instead."""
     if _has(path, "*.distcp"):
-        return "has .distcp files and no .metadata: a DCP save that did not end"
+        return "has .distcp files but no .metadata: it was left by an unfinished DCP save"
     if _has(path, "shard-*.safetensors"):
-        return "has files of each rank: have HuggingFaceStorageWriter write them with enable_consolidation=True"
+        return "has files per rank: let HuggingFaceStorageWriter write them with enable_consolidation=True"
     single = next((file for suffix in PT_SUFFIXES for file in sorted(path.glob(f"*{suffix}"))), None)
     if _has(path, "*.safetensors"):
         return (
-            f"has safetensors files, but neither {hugging_face.SINGLE} nor {hugging_face.INDEX}: nobody knows whether "
-            "they are all, and of one model"
+            f"has safetensors files, but neither {hugging_face.SINGLE} nor {hugging_face.INDEX}, so it is "
+            "unknown whether they are complete and belong to one model"
         )
     if single is not None:
         return f"has no safetensors files; to convert {single.name}, give that file"
     newest = commit.latest(path)
     if newest is not None:
-        return f"is a run's directory: give one of its checkpoints, such as {newest}"
+        return f"is the directory of a run: give one of its checkpoints, such as {newest}"
     return f"is not a checkpoint: it has no {manifest.NAME}, {dcp_metadata.NAME} or {hugging_face.SINGLE}"
 
 
@@ -116,18 +116,18 @@ def target_kind(source: Kind, target: Path, asked: str | None) -> Kind:
     if asked is not None:
         known = {kind.value: kind for kind in Kind if kind not in {Kind.PARTS, Kind.ADAPTER}}
         if asked not in known:
-            raise CheckpointError(f"--to {asked}: one of {', '.join(known)}")
+            raise CheckpointError(f"--to {asked}: must be one of {', '.join(known)}")
         kind = known[asked]
     elif target.suffix in PT_SUFFIXES:
         kind = Kind.PT
     elif source is Kind.ADAPTER:
         kind = Kind.HUGGING_FACE
     elif source is Kind.SHARDWISE:
-        raise CheckpointError(f"what is {target} to be? Say --to dcp or --to hf, or name a .pt file")
+        raise CheckpointError(f"the kind of {target} is not given: add --to dcp or --to hf, or name a .pt file")
     else:
         kind = Kind.SHARDWISE
     if kind is source:
-        raise CheckpointError(f"the source is of that kind already ({kind.value}): copy it")
+        raise CheckpointError(f"the source already has that kind ({kind.value}): copy it instead")
     if kind is not Kind.PT and target.suffix in PT_SUFFIXES:
-        raise CheckpointError(f"{target} names a file and --to {kind.value} writes a directory")
+        raise CheckpointError(f"{target} names a file, but --to {kind.value} writes a directory")
     return kind

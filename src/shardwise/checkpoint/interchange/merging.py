@@ -56,8 +56,8 @@ def read_merged(adapter: Path, base: Path | None) -> Carried:
     for key, plain in _PLAIN.items():
         if config.get(key) not in plain:
             raise CheckpointError(
-                f"{adapter}: {key}={config[key]!r} in {CONFIG}: only plain LoRA is merged here; have PEFT do it "
-                "(merge_and_unload, then save_pretrained)"
+                f"{adapter}: {key}={config[key]!r} in {CONFIG} cannot be merged here, only plain LoRA: let PEFT "
+                "merge it (merge_and_unload, then save_pretrained)"
             )
     whole = read_hugging_face(_base(adapter, base, config))
     return Carried(Merged(whole.model, _factors(adapter, config, whole.model)), whole.state, files=whole.files)
@@ -112,8 +112,10 @@ def _base(adapter: Path, given: Path | None, config: Mapping[str, Any]) -> Path:
         return Path(name)
     if given is not None:
         raise CheckpointError(f"--base {given} is not a directory{nearest_path(given)}")
-    named = f"names {name!r}, which is not here" if name else "names none"
-    raise CheckpointError(f"{adapter} is an adapter and {CONFIG} {named}: give its base's directory with --base")
+    named = f"names the base {name!r}, which does not exist here" if name else "names no base"
+    raise CheckpointError(
+        f"{adapter} is an adapter, and its {CONFIG} {named}: give the directory of its base with --base"
+    )
 
 
 def _factors(adapter: Path, config: Mapping[str, Any], base: Tensors) -> dict[str, Factors]:
@@ -125,14 +127,15 @@ def _factors(adapter: Path, config: Mapping[str, Any], base: Tensors) -> dict[st
             continue
         target, partner = f"{layer}.weight", name.replace("lora_A", "lora_B")
         if end != "lora_A" or partner not in tensors.stored:
-            raise CheckpointError(f"{adapter}: {name!r} is not a factor of plain LoRA: have PEFT merge this adapter")
+            raise CheckpointError(f"{adapter}: {name!r} is not a factor of plain LoRA: let PEFT merge this adapter")
         right, left = _whole(tensors, name), _whole(tensors, partner)
         if config.get("fan_in_fan_out"):  # stored transposed, as GPT-2's
             left, right = right.T, left.T
         if target not in base.stored or base.stored[target].shape != (left.shape[0], right.shape[1]):
             raise CheckpointError(
-                f"{adapter}: {name!r} is for a weight {target!r} of shape {(left.shape[0], right.shape[1])}, which the "
-                "base has not: give the base that it was trained on with --base, or have PEFT merge it"
+                f"{adapter}: {name!r} is for a weight {target!r} of shape {(left.shape[0], right.shape[1])}, "
+                "which the base does not have: give the base that it was trained on with --base, or let PEFT "
+                "merge it"
             )
         rank = left.shape[1]
         divisor = rank**0.5 if config.get("use_rslora") else rank

@@ -146,7 +146,7 @@ class _Sorting:
         else:
             keys = {dotted(key[1:]): key for key in self._keys if key[0] == prefix and len(key) > 1}
         if not keys:
-            raise CheckpointError("it has no model: neither tensors at its top level nor below 'model' or 'state_dict'")
+            raise CheckpointError("it has no model: no tensors at its top level or below 'model' or 'state_dict'")
         return {name: self._keys.pop(key) for name, key in keys.items()}
 
     def _is_step(self, key: Key) -> bool:
@@ -162,7 +162,7 @@ class _Sorting:
         if not wanted or not (tensors or values or refused):
             return None, {}
         for key, why in refused.items():
-            raise CheckpointError(f"{dotted(key)} of its optimizer: {why}; --model-only does without")
+            raise CheckpointError(f"{dotted(key)} of its optimizer: {why}; use --model-only")
         reading = _Optimizer({key[1:]: value for key, value in values.items()}, self._tree.tensors, model)
         return reading.read({key[1:]: name for key, name in tensors.items()})
 
@@ -262,8 +262,8 @@ class _Optimizer:
                 state.setdefault(fqn, {})[kind] = {"scalar": value, "dtype": saved.dtype, "shape": list(saved.shape)}
             else:
                 raise CheckpointError(
-                    f"optimizer state {fqn}.{kind} of shape {saved.shape} is neither a number nor of its parameter's "
-                    f"shape {shape}: convert the model alone (--model-only)"
+                    f"optimizer state {fqn}.{kind} of shape {saved.shape} is neither a number nor of the shape "
+                    f"of its parameter, {shape}: use --model-only"
                 )
         for key, value in self._values.items():
             if str(key[0]).split(".")[0] == "state" and is_json(value):
@@ -295,9 +295,9 @@ class _Optimizer:
             raise CheckpointError(f"its optimizer has {way!r}, which is not state of a parameter: use --model-only")
         if fqn not in self._model and fqn.isdecimal():
             raise CheckpointError(
-                "its optimizer state is by position, so nobody knows whose it is: save it with "
+                "its optimizer state is stored by position, without names of parameters: save it with "
                 "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, build the optimizer from "
-                "model.named_parameters(), or convert the model alone (--model-only)"
+                "model.named_parameters(), or use --model-only"
             )
         if fqn not in self._model:
             raise CheckpointError(
@@ -353,7 +353,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _number(source: Tensors, name: str) -> Any:
     stored = source.stored[name]
     if stored.numel != 1:
-        raise CheckpointError(f"{name!r} of shape {stored.shape} is expected to be a number")
+        raise CheckpointError(f"{name!r} of shape {stored.shape} must be a single number")
     return source.read(name, 0, 1).item()
 
 

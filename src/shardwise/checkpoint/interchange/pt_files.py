@@ -94,7 +94,7 @@ def read_pt(path: Path) -> Tree:
     values = {key: value for key, value in found.items() if not isinstance(value, SavedTensor)}
     keys = {key: dotted(key) for key in tensors}
     if len(set(keys.values())) < len(keys):
-        raise CheckpointError(f"{path} has two tensors of one name when nested names are joined with dots")
+        raise CheckpointError(f"{path} has two tensors with the same name once nested names are joined with dots")
     return Tree(PtTensors({keys[key]: tensor for key, tensor in tensors.items()}), keys, values)
 
 

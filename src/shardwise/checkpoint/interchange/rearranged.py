@@ -115,14 +115,14 @@ def _rearranged(
         for part in found:
             of.setdefault(part.source, []).append(name)
         if not tile([part.runs for part in found], math.prod(shapes[name])):
-            raise ValueError(f"not all of {name!r} is there")
+            raise ValueError(f"{name!r} is incomplete")
     stored: dict[str, StoredTensor] = {}
     for old in source.stored.values():
         if old.name not in of and old.name not in tied:
             if old.name in made:
-                raise ValueError(f"there are two tensors {old.name!r}")
+                raise ValueError(f"there are two tensors named {old.name!r}")
             stored[old.name] = old
         for name in of.get(old.name, ()):
             if stored.setdefault(name, StoredTensor(name, old.dtype, shapes[name])).dtype != old.dtype:
-                raise ValueError(f"{name!r} would be of several dtypes")
+                raise ValueError(f"{name!r} would have several dtypes")
     return Rearranged(source, stored, made)

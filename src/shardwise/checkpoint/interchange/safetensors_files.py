@@ -105,7 +105,7 @@ class SafetensorsTensors:
                 with manifest.reading(path), self._place.open(file) as source:
                     source.read_at(layout.byte_range(name, start, stop).start, bytes_of(values))
             except EOFError as error:
-                raise CheckpointError(f"{path} ends at byte {error}, before tensor data that it holds") from None
+                raise CheckpointError(f"{path} ends at byte {error}, before the end of its tensor data") from None
             except (FileNotFoundError, NotADirectoryError):
                 raise CheckpointError(f"{path} is missing") from None
         return values

@@ -85,8 +85,9 @@ def read_stream(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
         try:
             if view.read(4) != b"PK\x03\x04":
                 raise CheckpointError(
-                    f"{path} is not a file of torch.save" + (f" at byte {start}" if start else "") + ", or one from "
-                    "before torch 1.6: load it with torch.load and save it again"
+                    f"{path} is not a file of torch.save"
+                    + (f" at byte {start}" if start else "")
+                    + ", or is from before torch 1.6: load it with torch.load and save it again"
                 )
             view.seek(0)
             with FakeTensorMode():
@@ -95,7 +96,7 @@ def read_stream(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
         except pickle.UnpicklingError as error:
             why = _why(error)
             raise CheckpointError(
-                f"{path} holds more than tensors and plain values, so it is not read: {why}"
+                f"{path} holds more than tensors and plain values, so it was not read: {why}"
             ) from None
         except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
             if view.failure is not None:  # torch reports a file without `read`
@@ -115,7 +116,7 @@ def _opened(path: Path) -> Iterator[int]:
 def dtype_name(dtype: torch.dtype, name: str) -> str:
     """Return safetensors' name of a dtype. Raises CheckpointError, naming the tensor, if there is none."""
     if dtype not in NAMES:
-        raise CheckpointError(f"{name!r} is of {dtype}, which safetensors files cannot hold")
+        raise CheckpointError(f"{name!r} has dtype {dtype}, which safetensors files cannot hold")
     return NAMES[dtype]
 
 
@@ -126,7 +127,7 @@ def read_elements(path: Path, start: int, dtype: torch.dtype, numel: int) -> Ten
         try:
             read_at(fd, start, bytes_of(values))
         except EOFError as error:
-            raise CheckpointError(f"{path} ends at byte {error}, before tensor data that it holds") from None
+            raise CheckpointError(f"{path} ends at byte {error}, before the end of its tensor data") from None
     return values
 
 

@@ -78,7 +78,7 @@ def check_location(location: object, call: str) -> None:
     """Raise TypeError unless `location` is a path: most often the model was given first."""
     if not isinstance(location, str | os.PathLike):
         raise TypeError(
-            f"{call}: the path comes first, as a string or a pathlib.Path, and this is a {type(location).__name__}"
+            f"{call}: the path must come first, as a string or a pathlib.Path, not a {type(location).__name__}"
         )
 
 

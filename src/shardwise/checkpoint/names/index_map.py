@@ -82,7 +82,7 @@ class IndexMap:
         back = np.argsort(there, kind="stable")
         for starts, lengths in ((here, length), (there[back], length[back])):
             if (starts[1:] < (starts + lengths)[:-1]).any():
-                raise ValueError("elements lie on one another")
+                raise ValueError("elements overlap")
         begins = np.ones(len(here), dtype=bool)
         begins[1:] = (here[1:] != (here + length)[:-1]) | (there[1:] != (there + length)[:-1])
         firsts = np.flatnonzero(begins)

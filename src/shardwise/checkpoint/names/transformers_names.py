@@ -100,8 +100,9 @@ def _converted(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, tuple
 
 def _refused(model: nn.Module, name: str, error: Exception) -> UsageError:
     return UsageError(
-        f"transformers converts tensors of {type(model).__name__} on their way to its files, and {name!r} cannot be "
-        f"written in place ({one_line(error, with_type=True)}): save sw.full_state_dict(model) with its save_pretrained"
+        f"transformers converts tensors of {type(model).__name__} when it writes its files, and {name!r} cannot "
+        f"be written in place ({one_line(error, with_type=True)}): save sw.full_state_dict(model) with its "
+        "save_pretrained"
     )
 
 
@@ -220,7 +221,7 @@ class _Conversion:
                 self._found.shapes[name] = tuple(tensor.shape)
         except Exception as error:
             raise CheckpointError(
-                f"transformers computes {target!r} of {type(self._model).__name__} from what is stored, and its bytes "
-                f"cannot be read in place ({one_line(error, with_type=True)}): have from_pretrained load the model "
-                "before sw.shard"
+                f"transformers computes {target!r} of {type(self._model).__name__} from what is stored, and its "
+                f"bytes cannot be read in place ({one_line(error, with_type=True)}): load the model with "
+                "from_pretrained before sw.shard"
             ) from error

@@ -41,7 +41,7 @@ def begin(path: Path, overwrite: bool = False) -> Path:
             )
         if path.is_symlink() or not (path / manifest.NAME).is_file():
             raise CheckpointError(
-                f"{path} is not a checkpoint, and overwrite=True replaces nothing else: remove it first"
+                f"{path} is not a checkpoint, and overwrite=True replaces only checkpoints: remove it first"
             )
     partial = _cleared(path)
     new = [above for above in partial.parents if not above.exists()]

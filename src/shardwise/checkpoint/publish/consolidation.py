@@ -36,10 +36,10 @@ def consolidate(source: Location, target: str | os.PathLike[str]) -> None:
     """
     save_thread.wait()
     if is_url(target):
-        raise UsageError(f"{os.fspath(target)}: only a path can be joined to, where files are written in any order")
+        raise UsageError(f"{os.fspath(target)}: must be a path, because joining writes files in any order")
     contents, path = Contents.of(source), Path(os.path.abspath(target))  # noqa: PTH100 - as `save` has it
     if not contents.manifest.joined:
-        raise CheckpointError(f"{contents} consists of ordinary safetensors files: there is nothing to join")
+        raise CheckpointError(f"{contents} already consists of ordinary safetensors files: there is nothing to join")
     try:
         with commit.building(path) as partial, ExitStack() as stack:
             records = _Consolidation(contents, partial, stack).run()

@@ -72,7 +72,7 @@ class Writing:
         reports = self._reports(barrier)
         missing = [rank for rank, report in enumerate(reports) if report is None]
         if missing:
-            raise CheckpointError(f"{self.target} cannot be written: the report of rank {missing[0]} is not there")
+            raise CheckpointError(f"{self.target} cannot be written: the report of rank {missing[0]} is missing")
         found = [report for report in reports if report is not None]
         training = training_json.describe(rng=[report["rng"] for report in found], **self.training)
         documents = {**self.documents, training_json.NAME: training_json.encode(training)}
@@ -87,11 +87,11 @@ def _report(rank: int) -> str:
 def check_arguments(step: int, extra: object, max_file_bytes: int) -> None:
     """Raise UsageError for arguments of a save that cannot be right."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise UsageError(f"step={step!r}: a number of steps, at least 0")
+        raise UsageError(f"step={step!r}: must be a number of steps, at least 0")
     if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
-        raise UsageError(f"max_file_bytes={max_file_bytes!r}: a number of bytes, at least 1")
+        raise UsageError(f"max_file_bytes={max_file_bytes!r}: must be a number of bytes, at least 1")
     if extra is not None and not isinstance(extra, Mapping):
-        raise UsageError(f"extra is a dict, not a {type(extra).__name__}")
+        raise UsageError(f"extra must be a dict, not a {type(extra).__name__}")
     training_json.check_json(None if extra is None else dict(extra), "extra")
 
 
@@ -104,9 +104,9 @@ def take_along(files: Mapping[str, bytes], writing: Writing) -> None:
         except ValueError:
             is_free = False
         if not is_free:
-            raise UsageError(f"files: {name!r} cannot be the name of a file that goes along with a checkpoint")
+            raise UsageError(f"files: {name!r} cannot be the name of a file that is saved with a checkpoint")
         if not isinstance(data, bytes):
-            raise UsageError(f"files: {name!r} is a {type(data).__name__}, not bytes")
+            raise UsageError(f"files: {name!r} must be bytes, not a {type(data).__name__}")
     writing.documents.update(files)
 
 
@@ -114,7 +114,7 @@ def target_at(path: Location, overwrite: bool) -> Target:
     """Return the target for a path or URL. Raises UsageError for a name that a checkpoint cannot have."""
     refusal = f"{os.fspath(path)!r} cannot be a checkpoint's name"
     if "\0" in os.fspath(path):
-        raise UsageError(f"{refusal}: no name has a null character in it")
+        raise UsageError(f"{refusal}: a name cannot have a null character")
     absolute = Path(os.path.abspath(path))  # noqa: PTH100 - not through links: the last name is what is renamed
     target: Target
     if is_url(path):
@@ -127,8 +127,8 @@ def target_at(path: Location, overwrite: bool) -> Target:
         raise UsageError(f"{refusal}: it is the root of the file system; save to a directory below it")
     if target.name.endswith((commit.PARTIAL, commit.DAMAGED, commit.REPLACED)):
         raise UsageError(
-            f"{refusal}: `latest` and the trainer take names in {commit.PARTIAL} for unfinished saves and names in "
-            f"{commit.DAMAGED} and {commit.REPLACED} for damaged and replaced ones"
+            f"{refusal}: `latest` and the trainer take names that end in {commit.PARTIAL} for unfinished saves, "
+            f"and names that end in {commit.DAMAGED} and {commit.REPLACED} for damaged and replaced ones"
         )
     return target
 

@@ -26,8 +26,9 @@ def mesh_of(engines: Sequence[Engine]) -> Mesh:
         fits = mesh.world_size == chosen.world_size and _is_one_group(mesh) and _ranks(mesh) >= _ranks(chosen)
         if mesh.spans != chosen.spans and not fits:
             raise UsageError(
-                f"parts of this model are sharded over different ranks ({chosen.describe()}, {mesh.describe()}; with "
-                f"this rank {sorted(_ranks(chosen))}, {sorted(_ranks(mesh))}): save and load each part by itself"
+                f"parts of this model are sharded over different ranks ({chosen.describe()}, {mesh.describe()}; "
+                f"with this rank {sorted(_ranks(chosen))}, {sorted(_ranks(mesh))}): save and load each part by "
+                "itself"
             )
     return chosen
 
@@ -52,7 +53,7 @@ class Peers(Agreement):
         self.replica = mesh.replicate.rank
         self.device = mesh.device
         if mesh.is_dry and mesh.world_size > 1:
-            raise UsageError("a dry run has no weights: checkpoints are saved and loaded by real ranks")
+            raise UsageError("a dry run has no weights: save and load checkpoints on real ranks")
 
     @property
     def reads_alone(self) -> bool:

@@ -111,7 +111,7 @@ class FileBarrier:
             if gone and not seen():  # it may have ended because all was done
                 raise PeerError(f"the process of rank {gone[0]} is gone")
             if time.monotonic() > deadline:
-                raise CheckpointError(f"the other ranks were not done after {patience_s:g} s")
+                raise CheckpointError(f"the other ranks did not finish within {patience_s:g} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

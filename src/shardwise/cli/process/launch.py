@@ -31,7 +31,7 @@ from shardwise.train.run.directory import RunDirectory
 LOOPBACK = "127.0.0.1"
 STRAGGLER_GRACE_S = 20.0
 """How long other ranks may continue after an interrupt once the first rank has reported its end."""
-STOPPING = "stopping when the step under way is done; interrupt again to stop at once"
+STOPPING = "stopping after the current step; interrupt again to stop at once"
 _POLL_S = 0.1
 
 
@@ -99,7 +99,7 @@ def _port() -> int:
         socket.create_server((LOOPBACK, port)).close()
     except (ValueError, OverflowError, OSError) as error:
         reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "ports are 1 to 65535"
-        raise UserError(f"MASTER_PORT={given} cannot be used ({reason}); unset it to have a free one chosen") from None
+        raise UserError(f"MASTER_PORT={given} cannot be used ({reason}); unset it, and a free port is chosen") from None
     return port
 
 
@@ -265,7 +265,7 @@ def _say_silent(silent: Mapping[int, int]) -> None:
     named only if no rank ended otherwise."""
     others = {rank: status for rank, status in silent.items() if status != -signal.SIGTERM}
     for rank, status in sorted((others or silent).items()):
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         hint = "; the machine may be out of memory" if status == -signal.SIGKILL else ""
         _say(f"error: rank {rank} {how}{hint}")
 

@@ -65,7 +65,7 @@ def told(ending: Report, debug: bool = False) -> str:
     if ending.kind == "mistake":
         line = f"error: rank {ending.rank}: {ending.line}"
         return f"{line}\n{ending.traceback}" if debug else line
-    why = " because another did or is gone" if ending.consequence else ""
+    why = " because another rank failed or exited" if ending.consequence else ""
     return f"error: rank {ending.rank} failed{why}:\n{ending.traceback}"
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _NOBODY_READS = frozenset({errno.EIO, errno.EPIPE})
 """Error codes of writes to a terminal that is gone, and to a pipe without a reader."""
-_CLOSED = "nobody reads standard output any more: the run goes on (metrics.jsonl has every step), and Ctrl-C stops it"
+_CLOSED = "nobody reads standard output any more: the run continues (metrics.jsonl has every step), and Ctrl-C stops it"
 
 
 def outlive_readers() -> None:

@@ -123,7 +123,7 @@ def _watch(waking: int, stuck_s: float) -> None:
         if _place() != place:
             place, since_s = _place(), time.monotonic()
     rank = os.environ["RANK"]
-    print(f"error: rank {rank} was asked to end while it waited for others; it waits no longer", file=sys.stderr)
+    print(f"error: rank {rank} was asked to end, made no progress for {stuck_s:g} s, and was stopped", file=sys.stderr)
     _leave(Exit.FAILED)
 
 

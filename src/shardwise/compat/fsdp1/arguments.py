@@ -39,7 +39,8 @@ def mesh_of(process_group: object, device_mesh: DeviceMesh | None) -> DeviceMesh
         return device_mesh
     if not isinstance(process_group, dist.ProcessGroup):
         raise UsageError(
-            "FSDP(process_group=(shard, replicate)): pass device_mesh=init_device_mesh(device, (replicas, shards))"
+            "FSDP(process_group=(shard, replicate)) is not supported: pass device_mesh=init_device_mesh(device, "
+            "(replicas, shards))"
         )
     if process_group is dist.group.WORLD:
         return None

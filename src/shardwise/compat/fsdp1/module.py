@@ -52,7 +52,7 @@ class FullyShardedDataParallel(nn.Module):
         if module is None:
             return super().__new__(cls)
         if isinstance(module, FullyShardedDataParallel):
-            raise UsageError(f"this {type(module).__name__} is given to FSDP a second time")
+            raise UsageError(f"this {type(module).__name__} was already given to FSDP")
         kind = type(module)
         module.__class__ = mixed_class(cls, kind, f"FSDP{kind.__name__}")
         assert isinstance(module, cls)
@@ -148,8 +148,9 @@ class FullyShardedDataParallel(nn.Module):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
         """Raise UsageError: not supported."""
         raise UsageError(
-            "FSDP.register_comm_hook: reductions are the engine's; hook_gradients(model, hook) of "
-            "shardwise.model_tools.reduction shows a hook this rank's slice of each"
+            "FSDP.register_comm_hook is not supported, because the engine does the reductions: use "
+            "hook_gradients(model, hook) of shardwise.model_tools.reduction, which gives the hook this rank's "
+            "slice of each"
         )
 
     # Full parameters --------------------------------------------------------------------------------------------------
@@ -170,10 +171,11 @@ class FullyShardedDataParallel(nn.Module):
         """
         if with_grads:
             raise UsageError(
-                "FSDP.summon_full_params(with_grads=True): parameter.grad.full_tensor() before, on every rank"
+                "FSDP.summon_full_params(with_grads=True) is not supported: use parameter.grad.full_tensor() "
+                "before it, on every rank"
             )
         if not recurse:
-            without_effect("FSDP.summon_full_params(recurse=False)", "what is below the module is opened as well")
+            without_effect("FSDP.summon_full_params(recurse=False)", "everything below the module is unsharded too")
         if engine_of(module) is None and not any(True for _ in module.parameters()):
             yield
             return
@@ -258,7 +260,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises UsageError if `optim_state_dict` is given.
         """
         if optim_state_dict is not None:
-            raise UsageError("FSDP.optim_state_dict reads the optimizer: leave optim_state_dict out")
+            raise UsageError("FSDP.optim_state_dict reads the optimizer itself: leave optim_state_dict out")
         return optimizer_state.as_set(model, optim)
 
     @staticmethod
@@ -356,5 +358,5 @@ def _holds_shards(module: nn.Module) -> bool:
 
 def _given(optimizer: Optimizer | None) -> Optimizer:
     if optimizer is None:
-        raise UsageError("pass optim=, the optimizer that is to load the state")
+        raise UsageError("pass optim=, the optimizer into which the state is loaded")
     return optimizer

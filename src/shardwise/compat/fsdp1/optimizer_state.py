@@ -64,7 +64,7 @@ def rekeyed(
         groups = [{**group, "params": [keys[key] for key in group["params"]]} for group in state["param_groups"]]
         return {"state": {keys[key]: values for key, values in state["state"].items()}, "param_groups": groups}
     except KeyError as error:
-        raise UsageError(f"rekey_optim_state_dict: {error} is none of the model's parameters in {kind}") from None
+        raise UsageError(f"rekey_optim_state_dict: {error} is not one of the model's parameters in {kind}") from None
 
 
 def _on_cpu(value: Any) -> Any:

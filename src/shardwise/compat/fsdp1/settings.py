@@ -51,10 +51,12 @@ def _checked(
     kind: StateDictType, config: StateDictConfig | None, of_optimizers: OptimStateDictConfig | None
 ) -> StateDictSettings:
     if kind not in _CONFIGS:
-        raise UsageError(f"{kind}: no flat parameters are kept here; use StateDictType.SHARDED_STATE_DICT")
+        raise UsageError(
+            f"{kind} is not supported, because shardwise keeps no flat parameters: use StateDictType.SHARDED_STATE_DICT"
+        )
     wanted, wanted_of_optimizers = _CONFIGS[kind]
     config, of_optimizers = config or wanted(), of_optimizers or wanted_of_optimizers()
     for given, expected in ((config, wanted), (of_optimizers, wanted_of_optimizers)):
         if not isinstance(given, expected):
-            raise UsageError(f"{kind} takes a {expected.__name__}, not a {type(given).__name__}")
+            raise UsageError(f"{kind} needs a {expected.__name__}, not a {type(given).__name__}")
     return StateDictSettings(kind, config, of_optimizers)

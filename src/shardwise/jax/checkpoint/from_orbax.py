@@ -70,11 +70,9 @@ def _trees_in(place: Path) -> list[Path]:
 def _tree_at(path: Path) -> Path:
     found = _trees_in(path) if path.is_dir() else []
     if not found:
-        raise CheckpointError(
-            f"{path} is not a checkpoint of orbax: neither it nor a directory in it has a {_METADATA}"
-        )
+        raise CheckpointError(f"{path} is not an Orbax checkpoint: neither it nor a directory in it has a {_METADATA}")
     if len(found) > 1:
-        raise CheckpointError(f"{path} holds several trees: name one of {', '.join(map(str, found))}")
+        raise CheckpointError(f"{path} has several trees: give one of {', '.join(map(str, found))}")
     return found[0].absolute()
 
 
@@ -97,9 +95,9 @@ def _check(place: Path, wanted: Mapping[str, Leaf], shapes: Mapping[str, tuple[i
         if name in shapes and not leaf.is_key and shapes[name] != leaf.shape
     ]
     found = {
-        "missing from it": [name for name in wanted if name not in shapes],
-        "unexpected in it": [name for name in shapes if name not in wanted],
-        "of another shape": other,
+        "missing from the checkpoint": [name for name in wanted if name not in shapes],
+        "unexpected in the checkpoint": [name for name in shapes if name not in wanted],
+        "with another shape": other,
     }
     wrong = [
         f"{what}: {', '.join(names[:_SHOWN])}{' ...' * (len(names) > _SHOWN)}" for what, names in found.items() if names

@@ -100,7 +100,7 @@ def leaves_of(tree: Any) -> list[Leaf]:
     seen: set[tuple[bool, str]] = set()
     for leaf in leaves:
         if not hasattr(leaf.value, "dtype") and type(leaf.value) not in _NUMBERS:
-            raise UsageError(f"{leaf.path!r} is a {type(leaf.value).__name__}, neither an array nor a number")
+            raise UsageError(f"{leaf.path!r} is a {type(leaf.value).__name__}; it must be an array or a number")
         if (leaf.is_model, leaf.path) in seen:
             raise UsageError(f"the tree has two leaves called {leaf.path!r}: rename one of them")
         seen.add((leaf.is_model, leaf.path))

@@ -71,7 +71,7 @@ def load(path: Location, like: T) -> tuple[T, Extra]:
     with peers.together(f"{os.fspath(path)} cannot be loaded"):
         if is_of_orbax(path):
             raise CheckpointError(
-                f"{os.fspath(path)} is of orbax: swj.checkpoint.import_orbax(path, like=...) reads it"
+                f"{os.fspath(path)} is an Orbax checkpoint: use swj.checkpoint.import_orbax(path, like=...)"
             )
         contents = Contents.of(path)
         training = training_json.read(contents)
@@ -185,8 +185,8 @@ class _Reading:
         for leaf in streams:
             if isinstance(leaf.value, jax.ShapeDtypeStruct):
                 raise UsageError(
-                    f"{leaf.path!r} is of a random stream, which {self._opened} does not hold: give like= a module "
-                    "with numbers, whose streams are kept, such as init(...)(jax.random.key(0))"
+                    f"{leaf.path!r} belongs to a random stream, which {self._opened} does not hold: give like= a "
+                    "module with numbers, such as init(...)(jax.random.key(0)), whose streams are then kept"
                 )
             self._known[leaf] = leaf.value
 
@@ -215,8 +215,8 @@ class _Reading:
         if others and saved not in adam.CLASSES:
             with_what = f"with {saved}, whose state optax does not know" if saved else "without an optimizer"
             raise CheckpointError(
-                f"{self._opened} was saved by torch {with_what}: swj.checkpoint.load_pretrained(path, like=...) reads "
-                "its model"
+                f"{self._opened} was saved by torch {with_what}: to read its model, use "
+                "swj.checkpoint.load_pretrained(path, like=...)"
             )
         counts = adam.counted(training, others)
         rest = [leaf for leaf in others if leaf.path not in counts]
@@ -244,8 +244,8 @@ class _Reading:
         """Raise CheckpointError, naming the leaves, unless stored and wanted leaves match."""
         found = (
             ("missing from the checkpoint", self._missing),
-            ("unexpected in it", self._unexpected),
-            ("of another shape or kind", self._wrong),
+            ("unexpected in the checkpoint", self._unexpected),
+            ("with another shape or kind", self._wrong),
         )
         wrong = [f"{what}: {_shown(names)}" for what, names in found if names]
         if wrong:

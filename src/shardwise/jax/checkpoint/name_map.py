@@ -63,7 +63,7 @@ class Rule:
             return None
         stacked = "{}" in self.name and not found.groups()
         if len(shape) < 2 * self.transposed + stacked:
-            raise UsageError(f"{leaf!r} of shape {shape} is to be stored as {self.name!r}, which needs more dims")
+            raise UsageError(f"{leaf!r} of shape {shape} has too few dims to be stored as {self.name!r}")
         order = (1, 0) if self.transposed else None
         if stacked:
             return tuple(LeafPlace(self.name.format(row), row, order) for row in range(shape[0]))

@@ -67,8 +67,8 @@ class _StoredBox:
             return self.box.runs(self.shape)
         except ValueError as error:
             raise UsageError(
-                f"{self.name!r} of shape {self.shape} is sharded so that this process's part of it cannot be read or "
-                f"written by ranges: {error}; shard another dim"
+                f"{self.name!r} of shape {self.shape} is sharded so that this process's part of it cannot be "
+                f"read or written by ranges: {error}; shard another dim"
             ) from None
 
 
@@ -126,7 +126,7 @@ def copied(pieces: Sequence[PieceToWrite]) -> list[_CopiedPiece]:
 def stored_tensors(leaf: Leaf, parts: Sequence[LeafPlace]) -> list[StoredTensor]:
     """Return the stored tensors that a leaf is written to. Raises UsageError if safetensors lacks its dtype."""
     if leaf.dtype not in _NAMES:
-        raise UsageError(f"{leaf.path!r} is of {leaf.dtype}, which safetensors files cannot hold")
+        raise UsageError(f"{leaf.path!r} has dtype {leaf.dtype}, which safetensors files cannot hold")
     return [StoredTensor(part.name, _NAMES[leaf.dtype], part.shape_in_file(leaf.shape)) for part in parts]
 
 
@@ -230,8 +230,8 @@ class LeafToRead:
         cast = numbers.astype(self.leaf.dtype, copy=False)
         if cast is not numbers and np.issubdtype(cast.dtype, np.integer) and not np.array_equal(cast, numbers):
             raise CheckpointError(
-                f"{self.leaf.path!r} holds whole numbers from {numbers.min()} to {numbers.max()}, for which "
-                f"{self.leaf.dtype} has no room: load it as {numbers.dtype}"
+                f"{self.leaf.path!r} holds whole numbers from {numbers.min()} to {numbers.max()}, which "
+                f"{self.leaf.dtype} cannot hold: load it as {numbers.dtype}"
             )
         return cast
 

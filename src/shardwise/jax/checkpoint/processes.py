@@ -57,5 +57,7 @@ def _client() -> Any:
     from jax._src.distributed import global_state
 
     if global_state.client is None:
-        raise UsageError("there are several processes: call jax.distributed.initialize(...) in each, before anything")
+        raise UsageError(
+            "there are several processes: call jax.distributed.initialize(...) in each of them, before anything else"
+        )
     return global_state.client

@@ -50,7 +50,7 @@ def from_config(config: Mapping[str, Any], key: Any, dtype: str = "float32") -> 
     """
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
-        raise ConfigError(f"model_type={kind!r} is none of the JAX models, which are {', '.join(FAMILIES)}")
+        raise ConfigError(f"model_type={kind!r}: must be one of the JAX models {', '.join(FAMILIES)}")
     _check_numbers(config)
     read, module = FAMILIES[kind]
     return module(read(config), key, dtype)
@@ -67,10 +67,10 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
     for key in _SIZES:
         size = config.get(key)
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ConfigError(f"{key}={size!r} in the model's configuration: a whole number from 1 on is needed")
+            raise ConfigError(f"{key}={size!r} in the model's configuration: must be a whole number of at least 1")
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key) or {}, Mapping):
-            raise ConfigError(f"{key}={config[key]!r} in the model's configuration: a table is needed")
+            raise ConfigError(f"{key}={config[key]!r} in the model's configuration: must be a table")
 
 
 def known_keys(kind: str) -> frozenset[str]:
@@ -91,5 +91,5 @@ def read_config(path: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{place} cannot be read as the configuration of a model: {error}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{place} holds no configuration of a model")
+        raise ConfigError(f"{place} is not the configuration of a model: it must be a JSON object")
     return config

@@ -59,17 +59,17 @@ def generate(  # noqa: PLR0913 - one for each choice
 def _checked(ids: Any, model: Any, new_tokens: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Return ids as int32. Raises UsageError for ids that the model cannot continue, which a JAX program would clip."""
     if not hasattr(model, "empty_cache"):
-        raise UsageError(f"a {type(model).__name__} does not generate: pass a decoder of shardwise.jax.models")
+        raise UsageError(f"a {type(model).__name__} cannot generate: pass a decoder of shardwise.jax.models")
     try:
         found = np.asarray(ids)
     except ValueError:
-        raise UsageError("ids are rows of several lengths: pass rows of one length, batch by batch") from None
+        raise UsageError("the rows of ids have different lengths: pass rows of one length, batch by batch") from None
     if found.ndim != 2 or not found.size:
-        raise UsageError(f"ids of shape {found.shape}: [batch, tokens] with at least one token is needed")
+        raise UsageError(f"ids of shape {found.shape}: must be [batch, tokens] with at least one token")
     config = getattr(model, "config", None)
     words, room = getattr(config, "vocab_size", 2**31), getattr(config, "positions", None)
     if not np.issubdtype(found.dtype, np.integer) or found.min() < 0 or found.max() >= words:
-        raise UsageError(f"ids from {found.min()} to {found.max()}: whole numbers from 0 to {words - 1} are needed")
+        raise UsageError(f"ids from {found.min()} to {found.max()}: must be whole numbers from 0 to {words - 1}")
     if room is not None and found.shape[1] + new_tokens > room:
         raise UsageError(
             f"{found.shape[1]} tokens and {new_tokens} new ones are more than the model's {room} positions"

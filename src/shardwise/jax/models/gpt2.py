@@ -69,9 +69,9 @@ class GPT2Config:
         full = {**_DEFAULTS, **given}
         for key, value in _DEFAULTS.items():
             if isinstance(value, str | bool) and full[key] != value:
-                raise ConfigError(f"{key}={full[key]!r}: the JAX model of model_type='gpt2' has {value!r}")
+                raise ConfigError(f"{key}={full[key]!r}: the JAX model of model_type='gpt2' supports only {value!r}")
         if full["n_embd"] % full["n_head"]:
-            raise ConfigError(f"n_embd={full['n_embd']} does not divide by n_head={full['n_head']}")
+            raise ConfigError(f"n_embd={full['n_embd']} is not a multiple of n_head={full['n_head']}")
         source = json.dumps({"architectures": ["GPT2LMHeadModel"], **given}, sort_keys=True)
         return cls(
             vocab_size=full["vocab_size"],

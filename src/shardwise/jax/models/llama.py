@@ -122,19 +122,20 @@ class LlamaConfig:
 def _check(kind: str, full: Mapping[str, Any]) -> None:
     """Raises ConfigError for settings with which transformers would compute something else than these modules."""
     if full["hidden_act"] != "silu":
-        raise ConfigError(f"hidden_act={full['hidden_act']!r}: JAX models of model_type={kind!r} have silu")
+        raise ConfigError(f"hidden_act={full['hidden_act']!r}: JAX models of model_type={kind!r} support only silu")
     if full["attention_dropout"]:
         raise ConfigError(f"attention_dropout={full['attention_dropout']}: JAX models have no dropout; set it to 0")
     types = set(full.get("layer_types") or ()) - {"full_attention"}
     window = full.get("sliding_window") if kind == "mistral" or full["use_sliding_window"] else None
     if types or window:
         found = f"layer_types with {min(types)!r}" if types else f"sliding_window={window}"
-        raise ConfigError(f"{found}: JAX models look at all earlier tokens; set sliding_window = 0")
+        raise ConfigError(f"{found}: JAX models attend to all earlier tokens; set sliding_window = 0")
     wide, heads = full["hidden_size"], full["num_attention_heads"]
     key_heads = full.get("num_key_value_heads", heads)
     if heads % key_heads or ("head_dim" not in full and wide % heads):
         raise ConfigError(
-            f"hidden_size={wide}, num_attention_heads={heads} and num_key_value_heads={key_heads} do not divide"
+            f"num_attention_heads={heads} must be a multiple of num_key_value_heads={key_heads}, and without "
+            f"head_dim it must divide hidden_size={wide}"
         )
 
 

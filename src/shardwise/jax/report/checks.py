@@ -39,7 +39,7 @@ def check(compiled: Any) -> list[str]:
         return []
     whole = _whole_parameters(compiled)
     large = [f"{path} {shape}" for path, shape in whole.items() if np.prod(shape) >= MIN_NUMEL]
-    said = [f"parameters whole on every device: {_some(large)}"] if large else []
+    said = [f"parameters that every device holds whole: {_some(large)}"] if large else []
     return [*said, *_sent(collectives(compiled), whole)]
 
 
@@ -71,12 +71,12 @@ def _sent(found: CollectivesReport, whole: Container[str]) -> list[str]:
     summed = [part for part in over_fsdp if part.operation == "all-reduce" and part.parameter]
     late = {part.what for part in summed if part.what not in whole and (not part.is_cut or part.nbytes >= _SMALL_BYTES)}
     if late and found.platform in MAKE_REDUCE_SCATTERS:
-        said.append(f"gradients all-reduced over fsdp, where a reduce-scatter was meant: {_some(sorted(late))}")
+        said.append(f"gradients all-reduced over fsdp instead of reduce-scattered: {_some(sorted(late))}")
     gathered = [part for part in over_fsdp if part.operation == "all-gather" and not part.parameter]
     if gathered and found.platform not in _OVERLAP:
         names = sorted({part.what for part in gathered})
         total = amount(sum(part.total_bytes for part in gathered))
-        said.append(f"values that are no parameters are gathered over fsdp ({total} a device and run): {_some(names)}")
+        said.append(f"values other than parameters gathered over fsdp ({total} per device and run): {_some(names)}")
     return said
 
 

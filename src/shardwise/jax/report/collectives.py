@@ -115,7 +115,10 @@ class CollectivesReport:
         return f"{table}\n{total} in one run, {amount(sum(self.bytes().values()))} a device{note}"
 
 
-NOTE = "This platform's compiler runs a reduce-scatter as an all-reduce that is cut; those of GPUs and TPUs do not."
+NOTE = (
+    "This platform's compiler runs a reduce-scatter as an all-reduce of which a piece is kept; those of GPUs and "
+    "TPUs do not."
+)
 
 
 def collectives(compiled: Any) -> CollectivesReport:

@@ -16,8 +16,8 @@ def unwrapped(compiled: Any) -> Any:
     found = inner if isinstance(inner, jax.stages.Compiled) else compiled
     if not hasattr(found, "input_shardings"):
         raise UsageError(
-            f"a {type(compiled).__name__} is not a compiled program: pass step.lower(state, batch).compile(), or that "
-            "of a function of jax.jit"
+            f"a {type(compiled).__name__} is not a compiled program: pass step.lower(state, batch).compile(), or "
+            "the same of a jax.jit function"
         )
     return found
 

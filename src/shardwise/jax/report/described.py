@@ -103,7 +103,9 @@ class TreeDescription:
         """
         pieces = self.pieces(path)
         if find_spec("rich") is None:
-            raise UsageError("pictures need rich, which is not installed: pip install rich; or write a page (swj.page)")
+            raise UsageError(
+                "pictures need rich, which is not installed: pip install rich; or write a page with swj.page"
+            )
         scale = min(1.0, _WIDTH / 30 * pieces.shape[0] / pieces.shape[-1])  # else JAX omits names in cells
         jax.debug.visualize_sharding(pieces.shape, pieces.sharding, scale=scale, max_width=_WIDTH, color_map=shade)
 
@@ -120,7 +122,7 @@ class TreeDescription:
             raise UsageError(f"{path!r} is not on a mesh")
         shape = next(array.shape for array in self.arrays if array.path == path)
         if not shape:
-            raise UsageError(f"{path!r} is a single number, of which there are no parts")
+            raise UsageError(f"{path!r} is a single number, which has no parts")
         spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
         dims = sorted(sorted(range(len(shape)), key=lambda dim: (spec[dim] is None, -shape[dim]))[:2])
         counts = tuple(shape[dim] // sharding.shard_shape(shape)[dim] for dim in dims)

@@ -190,7 +190,7 @@ def parse(text: str) -> Program:
         for name, instruction in computation.instructions.items():
             computation.instructions[name] = _told_apart(instruction, computations)
     if entry is None:
-        raise ValueError("the text has no ENTRY computation: not a compiled program of XLA")
+        raise ValueError("the text has no ENTRY computation: it is not a compiled XLA program")
     header = text.partition("\n")[0]
     aliases = re.findall(r"\{(\d*)\}: \((\d+), \{\}", header.partition("input_output_alias=")[2])
     return Program(computations, entry, {int(output or 0): int(argument) for output, argument in aliases})

@@ -83,7 +83,7 @@ def memory(compiled: Any) -> ProgramMemory:
     compiled = unwrapped(compiled)
     stats = compiled.memory_analysis()
     if stats is None:
-        raise UsageError("this platform's compiler does not tell what memory a program needs")
+        raise UsageError("this platform's compiler does not report how much memory a program needs")
     kinds: dict[str, ArgumentBytes] = {}
     gradients = None
     arguments = compiled.args_info[0]

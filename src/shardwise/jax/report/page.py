@@ -99,7 +99,7 @@ def _arguments(compiled: Any) -> Any:
 def _said(lines: Sequence[str]) -> Iterable[str]:
     """Yield HTML with the lines from `check`."""
     if not lines:
-        yield '<p class="say good">Nothing looks as if it was not meant.</p>'
+        yield '<p class="say good">Nothing looks unintended.</p>'
     yield from (f'<p class="say">{escape(line)}</p>' for line in lines)
 
 
@@ -111,7 +111,7 @@ def _memory(found: ProgramMemory) -> Iterable[str]:
     parts["temporaries"] = found.temporary_bytes
     yield _bar(parts, KINDS)
     more = " Gradients are among the temporaries." if found.gradients else ""
-    yield f"<p>Together at most {amount(found.peak_bytes)}, by XLA's account.{more}</p>"
+    yield f"<p>Together at most {amount(found.peak_bytes)}, as reported by XLA.{more}</p>"
     kinds = [*found.kinds, *([found.gradients] if found.gradients else [])]
     yield table(("", "whole", "a device"), [(k.name, amount(k.nbytes), amount(k.device_bytes)) for k in kinds], {1, 2})
 
@@ -135,7 +135,7 @@ def _arrays(found: TreeDescription) -> Iterable[str]:
     for array in found.arrays:
         alike[without_numbers(array.path), array.shape, array.dtype, array.spec].append(array)
     yield f"<h2>{len(found.arrays)} arrays: {amount(found.nbytes)}, {amount(found.device_bytes)} a device</h2>"
-    yield "<p>In the pictures a cell is a piece, and the numbers are those of the devices that have it.</p>"
+    yield "<p>In the pictures each cell is a piece, with the numbers of the devices that hold it.</p>"
     yield "<table><tr><th>path<th>arrays<th>shape<th>dtype<th>spec<th>whole<th>a device<th>who has what"
     for (path, shape, dtype, spec), same in alike.items():
         sizes = [amount(sum(sizes)) for sizes in zip(*((p.nbytes, p.device_bytes) for p in same), strict=True)]

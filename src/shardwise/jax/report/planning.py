@@ -92,7 +92,7 @@ def plan(
     if isinstance(meshes, Mesh):
         meshes = [meshes]
     if not meshes:
-        raise PlanError("plan(..., meshes=[]): name at least one, such as shardwise.jax.mesh()")
+        raise PlanError("plan(..., meshes=[]): give at least one mesh, such as shardwise.jax.mesh()")
     rows = []
     for mesh in meshes:
         step = train_step(loss_fn, tx, mesh, **settings)

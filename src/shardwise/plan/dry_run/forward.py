@@ -60,7 +60,7 @@ class TrainingForward:
             inputs |= {"decoder_input_ids": labels.clone(), **self._no_cache}
         elif self._main in {"input_values", "input_features"}:
             raise PlanError(
-                f"the model takes {self._main}, of which a plan cannot know the size: give it a method "
+                f"the model takes {self._main}, whose size a plan cannot know: give it a method "
                 "example_inputs(micro_batch, seq_len) that returns a dict of its forward's arguments"
             )
         else:
@@ -83,9 +83,9 @@ class TrainingForward:
         elif self._job.loss == "chunked":
             own = logits
         if not isinstance(own, Tensor) or own.numel() != 1:
-            raise PlanError(f"{name} returned {type(output).__name__} and no loss: return the loss, or logits")
+            raise PlanError(f"{name} returned {type(output).__name__} without a loss: return the loss, or logits")
         if self._job.loss == "fused":
-            raise PlanError(f"loss='fused' is taken of logits, but {name} returns its own loss: plan loss='model'")
+            raise PlanError(f"loss='fused' needs logits, but {name} returns its own loss: use loss='model'")
         return own
 
 

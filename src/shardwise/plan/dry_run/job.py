@@ -119,7 +119,7 @@ class Job(Machines):
         self._check_values()
         if self.recomputation.offloads and self.engine != "shardwise":
             raise ConfigError(
-                f"activation_checkpointing='offload' is forecast for shardwise, not {self.engine}: 'full'"
+                f"activation_checkpointing='offload' is forecast only for shardwise, not {self.engine}; use 'full'"
             )
         self._check_shard_group()
         self._check_resharding()
@@ -130,7 +130,9 @@ class Job(Machines):
         names = [known.name for known in fields(cls)]
         for name in arguments:
             if name not in names:
-                raise ConfigError(f"unknown argument {name!r}; there are {', '.join(names)}{did_you_mean(name, names)}")
+                raise ConfigError(
+                    f"unknown argument {name!r}; the arguments are {', '.join(names)}{did_you_mean(name, names)}"
+                )
         return cls(**arguments)
 
     def to_dict(self) -> dict[str, Any]:
@@ -206,59 +208,69 @@ class Job(Machines):
             check_choice(name, getattr(self, name), choices)
         if self.optimizer == "muon" and self.engine != "shardwise":
             raise ConfigError(
-                f'optimizer="muon" is forecast for shardwise, which gives matrices owners, not {self.engine}'
+                f"optimizer='muon' is forecast only for shardwise, where each matrix has an owner, not {self.engine}"
             )
         self._check_offload()
         if self.autocast is not None and self.autocast not in AUTOCASTS:
-            raise ConfigError(f"autocast={self.autocast!r}: one of {', '.join(AUTOCASTS)}, or None")
+            raise ConfigError(f"autocast={self.autocast!r}: must be one of {', '.join(AUTOCASTS)}, or None")
         if self.autocast is not None and self.engine == "shardwise":
             way = f"precision=sw.Precision(param={self.autocast!r})"
-            raise ConfigError(f"autocast={self.autocast!r}: engine 'shardwise' computes in {way} instead")
+            raise ConfigError(f"autocast={self.autocast!r}: engine 'shardwise' has no autocast; use {way}")
         if self.autocast is not None and self.compile:
-            raise ConfigError(f"autocast={self.autocast!r} with compile=True is not forecast: leave one of them out")
+            raise ConfigError(f"autocast={self.autocast!r} with compile=True cannot be forecast: leave one of them out")
         self._check_float8()
         self._check_steps()
         for name in ("compile", "keeps_gathered_weights", "separate_reductions", "optimizer_in_backward"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: True or False")
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
 
     def _check_offload(self) -> None:
         if self.offload is None:
             return
         words = f"offload={self.offload.words!r}"
         if self.engine != "shardwise":
-            raise ConfigError(f"{words} is forecast for shardwise, not {self.engine}")
+            raise ConfigError(f"{words} is forecast only for shardwise, not {self.engine}")
         changes_nothing = "nvme" not in {self.offload.params, self.offload.optimizer} and self.on_cpu
         if self.optimizer == "muon" and not changes_nothing:
-            raise ConfigError(f"{words} with optimizer='muon', whose owners keep whole matrices' state: leave one out")
+            raise ConfigError(
+                f"{words} with optimizer='muon', which keeps the state of whole matrices with their owners: leave "
+                "one out"
+            )
 
     def _check_steps(self) -> None:
         if not self.optimizer_in_backward:
             return
         if self.engine != "shardwise":
-            raise ConfigError(f"optimizer_in_backward=True is forecast for shardwise, not {self.engine}")
+            raise ConfigError(f"optimizer_in_backward=True is forecast only for shardwise, not {self.engine}")
         if self.optimizer == "muon":
             raise ConfigError(
-                "optimizer_in_backward=True with optimizer='muon', which updates whole matrices in an exchange of its "
-                "own: leave one out"
+                "optimizer_in_backward=True with optimizer='muon', which exchanges and updates whole matrices: "
+                "leave one out"
             )
         if self.accumulation > 1:
             raise ConfigError(
-                f"optimizer_in_backward=True with accumulation={self.accumulation}: each backward takes a step, so "
-                "gradients of several are never added; leave one out"
+                f"optimizer_in_backward=True with accumulation={self.accumulation}: each backward takes a step, "
+                "so gradients of several micro-batches cannot be added; leave one out"
             )
 
     def _check_float8(self) -> None:
         if self.float8 is None:
             return
         if self.float8 not in FLOAT8:
-            raise ConfigError(f"float8={self.float8!r}: one of {', '.join(FLOAT8)}, or None")
+            raise ConfigError(f"float8={self.float8!r}: must be one of {', '.join(FLOAT8)}, or None")
         if self.engine == "shardwise":
-            raise ConfigError(f"float8={self.float8!r}: engine 'shardwise' computes in no 8 bits yet; leave it out")
+            raise ConfigError(
+                f"float8={self.float8!r}: engine 'shardwise' does not compute in 8 bits yet; leave it out"
+            )
         if self.float8 == "gathers" and self.engine != "fsdp2":
-            raise ConfigError(f"float8='gathers': engine {self.engine!r} gathers no 8 bits; use 'compute', or 'fsdp2'")
+            raise ConfigError(
+                f"float8='gathers': engine {self.engine!r} cannot gather in 8 bits; use float8='compute', or "
+                "engine='fsdp2'"
+            )
         if "fp8" not in self.hardware.peak_flops:
-            raise ConfigError(f"float8={self.float8!r}: {self.hardware.title} has no 8-bit products; leave it out")
+            raise ConfigError(
+                f"float8={self.float8!r}: {self.hardware.title} has no 8-bit matrix products; leave it out"
+            )
 
     def _check_shard_group(self) -> None:
         if self.shard_group is None:
@@ -266,8 +278,8 @@ class Job(Machines):
         check_count("shard_group", self.shard_group, 1)
         if not (self.strategy.sharded and self.strategy.replicated):
             raise ConfigError(
-                f"shard_group={self.shard_group} is for strategy='hybrid_shard' or 'hybrid_shard_zero2', "
-                f"not {self.strategy.value!r}"
+                f"shard_group={self.shard_group} needs strategy='hybrid_shard' or 'hybrid_shard_zero2', not "
+                f"{self.strategy.value!r}"
             )
         if self.world_size % self.shard_group:
             raise ConfigError(
@@ -308,8 +320,8 @@ def suited_to(source: ModelSource, arguments: Mapping[str, Any]) -> dict[str, An
     for seq_len in asked if isinstance(asked, list | tuple) else (asked,):
         if longest is not None and isinstance(seq_len, int) and seq_len > longest:
             raise PlanError(
-                f"seq_len={seq_len} is more than the model's max_position_embeddings={longest}; lower seq_len, or plan "
-                "a config.json that says more"
+                f"seq_len={seq_len} is more than the model's max_position_embeddings={longest}; lower seq_len, "
+                "or plan a config.json with a larger one"
             )
     suited = dict(arguments)
     if asked is None:

@@ -92,7 +92,7 @@ def record(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Recordi
         ConfigError, LayoutError: as `sw.shard`.
     """
     if not 0 <= rank < job.world_size:
-        raise PlanError(f"rank={rank}: there are ranks 0 to {job.world_size - 1}")
+        raise PlanError(f"rank={rank}: must be a rank from 0 to {job.world_size - 1}")
     recorder = Recorder()
     with _without_collection(), FakeTensors(allow_non_fake_inputs=True), device_kernels(job), _explained():
         with recorder:
@@ -342,8 +342,8 @@ def _explained() -> Iterator[None]:
         raise
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise PlanError(
-            f"the model's code decides by its tensors' values ({one_line(error)}), which a dry run has not: give it a "
-            "path of fixed shapes, or plan a model without it"
+            f"the model's code depends on values of tensors ({one_line(error)}), which a dry run does not have; "
+            "give it a path with fixed shapes, or plan a model without such code"
         ) from error
     except UnsupportedOperatorException as error:
         raise PlanError(f"the model cannot be run dry: {one_line(error)} has no shape function") from error

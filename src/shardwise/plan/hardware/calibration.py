@@ -275,7 +275,7 @@ def _describe(device: torch.device, measured: Measured, ranks: int) -> Hardware:
         usable = Figure(float(accelerators.total_bytes(device)), source)
         return replace(known, usable_bytes=usable, matmul_flops=best, measured=measured)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    share = Figure(float(_host_bytes() // local_ranks), source, f"a {local_ranks}th of this machine's")
+    share = Figure(float(_host_bytes() // local_ranks), source, f"1/{local_ranks} of this machine's memory")
     return replace(
         find_device("cpu"),
         title=f"{platform.processor() or platform.machine()}, one of {local_ranks} ranks",

@@ -159,9 +159,9 @@ def find_device(asked: Hardware | str | Path) -> Hardware:
     if _is_file(name):
         return _parsed(Path(name), _device)
     raise PlanError(
-        f"unknown device {name!r}{did_you_mean(name.lower(), device_names())}; packaged are "
-        f"{', '.join(device_names())}; or pass the path of a file like theirs, or measure "
-        "this machine with `shardwise plan --calibrate`"
+        f"unknown device {name!r}{did_you_mean(name.lower(), device_names())}; the packaged ones are "
+        f"{', '.join(device_names())}; or give the path of a hardware file, or measure this machine with "
+        "`shardwise plan --calibrate`"
     )
 
 
@@ -185,15 +185,15 @@ def find_interconnect(asked: Interconnect | str | Path) -> Interconnect:
     if _is_file(name):
         return _parsed(Path(name), _interconnect)
     raise PlanError(
-        f"unknown interconnect {name!r}{did_you_mean(name.lower(), interconnect_names())}; packaged are "
-        f"{', '.join(interconnect_names())}; or give a node's rate, such as 800gbps (bits) or 100GBps (bytes), or the "
-        "path of a file"
+        f"unknown interconnect {name!r}{did_you_mean(name.lower(), interconnect_names())}; the packaged ones are "
+        f"{', '.join(interconnect_names())}; or give the rate of a node, such as 800gbps (bits) or 100GBps "
+        "(bytes), or the path of a file"
     )
 
 
 def _of_rate(name: str, bytes_per_s: float) -> Interconnect:
     if not is_amount(bytes_per_s):
-        raise PlanError(f"interconnect {name!r}: a node's rate must be above 0, and finite")
+        raise PlanError(f"interconnect {name!r}: the rate of a node must be above 0 and finite")
     return Interconnect(
         name, name, Figure(bytes_per_s, "as asked for"), Figure(_GENERIC_LATENCY_S, "as packaged for InfiniBand")
     )
@@ -250,11 +250,11 @@ def _parsed(path: Path, make: Callable[[str, Mapping[str, Any]], T]) -> T:
     try:
         return make(str(path), tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise PlanError(f"no file {str(path)!r}{nearest_path(path)}") from None
+        raise PlanError(f"no such file: {str(path)!r}{nearest_path(path)}") from None
     except OSError as error:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path}: not TOML: {error}") from error
+        raise PlanError(f"{path}: is not TOML: {error}") from error
     except HardwareFileError as error:
         raise PlanError(f"{path}: {error} (src/shardwise/plan/hardware/data has examples of every key)") from error
 
@@ -292,7 +292,7 @@ def _device(name: str, data: Mapping[str, Any]) -> Hardware:
     if "fp32" not in rates["peak_flops"]:
         raise HardwareFileError("peak_flops.fp32 is missing")
     if kind not in ("gpu", "cpu"):
-        raise HardwareFileError(f"kind = {kind!r} is neither 'gpu' nor 'cpu'")
+        raise HardwareFileError(f"kind = {kind!r}: must be 'gpu' or 'cpu'")
     if figures["processors"].value < 1:
         raise HardwareFileError(f"processor.count.value = {figures['processors'].value!r} is less than 1")
     return Hardware(
@@ -316,7 +316,7 @@ def _measured(section: TomlTable) -> Measured:
     collectives = _curves(section.section("collectives", _OPS))
     ranks = section.count("ranks", 1)
     if collectives and ranks == 1:
-        raise HardwareFileError("measured.ranks = 1: collectives take more ranks than that")
+        raise HardwareFileError("measured.ranks = 1, but measured.collectives needs at least 2 ranks")
     return Measured(
         matmul=_curves(section.section("matmul", _DTYPES)),
         attention=section.points("attention") if "attention" in section else (),

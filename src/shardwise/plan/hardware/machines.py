@@ -64,8 +64,8 @@ class Machines:
             check_count(name, getattr(self, name), 1)
         if self.world_size > MOST_RANKS:
             raise ConfigError(
-                f"gpus_per_node={self.gpus_per_node} x nodes={self.nodes} are {self.world_size:,} devices: "
-                f"{MOST_RANKS:,} at most"
+                f"gpus_per_node={self.gpus_per_node} x nodes={self.nodes} are {self.world_size:,} devices; at "
+                f"most {MOST_RANKS:,} are supported"
             )
         for name in ("context_bytes", "nccl_bytes"):
             if getattr(self, name) is not None:
@@ -73,16 +73,16 @@ class Machines:
         check_choice("segments", self.segments, SEGMENTS)
         price: object = self.price_per_hour
         if price is not None and (isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < inf):
-            raise ConfigError(f"price_per_hour={price!r}: an amount of money above 0, for one device")
+            raise ConfigError(f"price_per_hour={price!r}: must be a price above 0 for one device")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ConfigError unless the value is one of the choices; the message names the nearest."""
     if value not in choices:
-        raise ConfigError(f"{name}={value!r}: one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
+        raise ConfigError(f"{name}={value!r}: must be one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
 
 
 def check_count(name: str, value: object, least: int) -> None:
     """Raise ConfigError unless the value is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r}: a whole number from {least} on")
+        raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")

@@ -27,12 +27,12 @@ class TomlTable:
             HardwareFileError: it is not a table, or has an unknown key; the message names the nearest.
         """
         if not isinstance(data, dict):
-            raise HardwareFileError(f"{name} = {data!r} is not a table")
+            raise HardwareFileError(f"{name} = {data!r}: must be a table")
         self._data = data
         self._prefix = f"{name}." if name else ""
         unknown = [key for key in data if known is not None and key not in known]
         if known is not None and unknown:
-            hint = did_you_mean(unknown[0], known) or f"; there are {', '.join(known)}"
+            hint = did_you_mean(unknown[0], known) or f"; the keys are {', '.join(known)}"
             raise HardwareFileError(f"unknown key {self.name_of(unknown[0])}{hint}")
 
     def __contains__(self, key: str) -> bool:
@@ -60,21 +60,21 @@ class TomlTable:
         """Return a string. Raises HardwareFileError for anything else."""
         value = self._data.get(key, default)
         if not isinstance(value, str):
-            raise HardwareFileError(f"{self.name_of(key)} = {value!r} is not a text")
+            raise HardwareFileError(f"{self.name_of(key)} = {value!r}: must be a string")
         return value
 
     def count(self, key: str, default: int) -> int:
         """Return a whole number from 1 on. Raises HardwareFileError for anything else."""
         value = self._data.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise HardwareFileError(f"{self.name_of(key)} = {value!r} is not a whole number from 1 on")
+            raise HardwareFileError(f"{self.name_of(key)} = {value!r}: must be a whole number of at least 1")
         return value
 
     def number(self, key: str) -> float:
         """Return a finite number above 0. Raises HardwareFileError for anything else."""
         value: Any = self._data.get(key)
         if not is_amount(value):
-            raise HardwareFileError(f"{self.name_of(key)} = {value!r} is not a positive number")
+            raise HardwareFileError(f"{self.name_of(key)} = {value!r}: must be a finite number above 0")
         return float(value)
 
     def points(self, key: str) -> tuple[tuple[float, float], ...]:
@@ -82,7 +82,7 @@ class TomlTable:
         for anything else."""
         pairs = self._data.get(key)
         if not isinstance(pairs, list) or not pairs or not all(map(_is_pair, pairs)):
-            raise HardwareFileError(f"{self.name_of(key)} is not a list of [size, value] pairs of positive numbers")
+            raise HardwareFileError(f"{self.name_of(key)} must be a list of [size, value] pairs of numbers above 0")
         return tuple(sorted((float(size), float(value)) for size, value in pairs))
 
 

@@ -55,7 +55,7 @@ def with_adapters(builder: Builder, adapters: Adapters | None, computed: str) ->
         try:
             adapted: nn.Module = peft.inject_adapter_in_model(config, model)
         except ValueError as error:
-            raise PlanError(f"lora={rank}: PEFT cannot put adapters in: {one_line(error)}") from error
+            raise PlanError(f"lora={rank}: PEFT cannot add adapters: {one_line(error)}") from error
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()

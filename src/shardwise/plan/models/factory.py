@@ -26,7 +26,7 @@ def load_factory(name: str, where: str, error: type[UserError]) -> Callable[[], 
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
-        raise error(f"{where} should read module:function")
+        raise error(f"{where} must have the form module:function")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -38,11 +38,13 @@ def load_factory(name: str, where: str, error: type[UserError]) -> Callable[[], 
         raise error(f"{where}: {module_name} has no {function_name}{did_you_mean(function_name, vars(module))}")
     function = getattr(module, function_name)
     if isinstance(function, nn.Module) or not callable(function):
-        raise error(f"{where} is of type {type(function).__name__}, not a function: name one that builds the model")
+        raise error(
+            f"{where} is of type {type(function).__name__}, not a function: name a function that builds the model"
+        )
     needed = _needed(function)
     if needed:
         raise error(
-            f"{where} needs arguments ({', '.join(needed)}): name a function without, such as one that calls it"
+            f"{where} needs arguments ({', '.join(needed)}): name a function that needs none, such as one that calls it"
         )
 
     def build() -> nn.Module:

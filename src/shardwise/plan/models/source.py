@@ -69,7 +69,7 @@ class ModelSource:
         """
         if attention not in ATTENTIONS:
             raise PlanError(
-                f"attention={attention!r}: one of {', '.join(ATTENTIONS)}{did_you_mean(attention, ATTENTIONS)}"
+                f"attention={attention!r}: must be one of {', '.join(ATTENTIONS)}{did_you_mean(attention, ATTENTIONS)}"
             )
         if self.build is not None:
             return self.build
@@ -146,8 +146,8 @@ def resolve(model: ModelLike) -> ModelSource:
     if _is_built(model):
         kind = type(model).__name__
         raise PlanError(
-            f"the model is a {kind} that was built already: pass what builds it, such as lambda: {kind}(...), which "
-            "planning calls on the meta device"
+            f"the model is a {kind} that is already built: pass a function that builds it, such as lambda: "
+            f"{kind}(...); planning calls it on the meta device"
         )
     if isinstance(model, Mapping):
         return _from_config(dict(model))
@@ -188,10 +188,16 @@ def _from_path(path: Path) -> ModelSource:
     except OSError as error:
         raise PlanError(f"MODEL {str(path)!r}: {file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        hint = "; a run's settings are read with --from, beside a MODEL" if file.suffix == ".toml" else ""
+        hint = (
+            "; to plan with the settings of a run, use --from, and give its model as MODEL"
+            if file.suffix == ".toml"
+            else ""
+        )
         raise PlanError(f"MODEL {str(path)!r}: {file} is not JSON: {one_line(error)}{hint}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise PlanError(f'MODEL {str(path)!r}: {file} has no "model_type", so transformers cannot tell what it is')
+        raise PlanError(
+            f'MODEL {str(path)!r}: {file} has no "model_type", which transformers needs to know the kind of model'
+        )
     _check_known(config, str(file))
     return ModelSource(title=str(path), config=config, path=str(path))
 

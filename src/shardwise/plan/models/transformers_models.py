@@ -51,8 +51,9 @@ def check_model_type(model_type: str, where: str) -> None:
 
     if model_type not in CONFIG_MAPPING:
         raise PlanError(
-            f"{where}: model_type {model_type!r} is unknown to transformers{did_you_mean(model_type, CONFIG_MAPPING)}; "
-            "give code of your own as module:function"
+            f"{where}: model_type {model_type!r} is unknown to "
+            f"transformers{did_you_mean(model_type, CONFIG_MAPPING)}; for a model of your own, give "
+            "module:function"
         )
 
 
@@ -149,9 +150,7 @@ def _errors_on_one_line(model_type: str) -> Iterator[None]:
         yield
     except Exception as error:  # transformers does not check values: it may raise anything
         if "scaled_dot_product_attention" in str(error):
-            raise PlanError(
-                f'{model_type} has no fused attention in transformers: plan it with attention "eager"'
-            ) from error
+            raise PlanError(f'transformers has no fused attention for {model_type}: use attention "eager"') from error
         raise PlanError(f"transformers cannot build this {model_type}: {one_line(error, with_type=True)}") from error
 
 
@@ -169,7 +168,7 @@ def _model_class(config: Any) -> Any:
         if type(config) in known:
             found = known[type(config)]
             return found[0] if isinstance(found, tuple) else found
-    raise ValueError(f"it has no model for {type(config).__name__}")
+    raise ValueError(f"transformers has no model class for {type(config).__name__}")
 
 
 _LEAST = {
@@ -185,7 +184,7 @@ _LEAST = {
 def check_sizes(model_type: str, config: object, error: type[UserError]) -> None:
     """Raise `error` for a configuration that no model of the type can have; see `impossible_size`."""
     if wrong := impossible_size(config):
-        raise error(f"there is no such {model_type}: {wrong}")
+        raise error(f"invalid {model_type} configuration: {wrong}")
 
 
 def impossible_size(config: object) -> str | None:

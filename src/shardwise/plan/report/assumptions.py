@@ -47,21 +47,23 @@ def assumptions(forecast: Forecast) -> Iterator[Assumption]:
     yield from _beside(forecast)
     if job.price_per_hour is None and hardware.price_per_hour is not None:
         price = hardware.price_per_hour
-        yield Assumption("price", f"{price.value:g} for an hour of a device ({_source(price)})")
+        yield Assumption("price", f"{price.value:g} per device and hour ({_source(price)})")
     yield Assumption("optimizer", f"{job.optimizer}, states in the master dtype")
-    yield Assumption("loss", {"model": "the model's own, its logits in memory"}.get(job.loss, job.loss))
-    yield Assumption("MFU", "6 N + 12 L d s operations a token over the peak rate; recomputation does not count")
+    yield Assumption("loss", {"model": "the model's own, with its logits in memory"}.get(job.loss, job.loss))
+    yield Assumption(
+        "MFU", "6 N + 12 L d s operations per token, divided by the peak rate; recomputation does not count"
+    )
 
 
 def _of_the_host(node: Node, job: Job) -> Iterator[Assumption]:
     """Yield the assumptions about a host's link and disk, as far as the job uses them."""
-    half = "half of that is twice as long"
+    half = "half the rate takes twice as long"
     if not job.on_cpu:
         link = f"{node.copied_bytes_per_s / 1e9:,.0f} GB/s one way ({_source(node.link_bytes_per_s)}; "
         yield Assumption("host and device", f"{link}{_source(node.link_share)})", half)
     if job.offload is not None and "nvme" in {job.offload.params, job.offload.optimizer}:
         disk = node.disk_bytes_per_s
-        yield Assumption("disk", f"{disk.value / 1e9:,.0f} GB/s of a node ({_source(disk)})", half)
+        yield Assumption("disk", f"{disk.value / 1e9:,.0f} GB/s per node ({_source(disk)})", half)
 
 
 def range_words(hardware: Hardware) -> str:
@@ -69,7 +71,7 @@ def range_words(hardware: Hardware) -> str:
     spread = spread_of(hardware)
     if spread is None:
         return ""
-    whose = "on this device" if spread.own else "on other devices (too few are of this one)"
+    whose = "on this device" if spread.own else "on other devices (too few were published for this one)"
     return (
         f"{spread.share:.0%} of {spread.runs} published runs {whose} were between {1 - spread.low:.0%} slower and "
         f"{spread.high - 1:.0%} faster than forecast"
@@ -78,7 +80,7 @@ def range_words(hardware: Hardware) -> str:
 
 def _range(hardware: Hardware) -> str:
     spread = spread_of(hardware)
-    return f"{range_words(hardware)} ({spread.source})" if spread else "none: nothing was published of such a device"
+    return f"{range_words(hardware)} ({spread.source})" if spread else "none: no runs were published for such a device"
 
 
 def _figures(job: Job) -> dict[str, tuple[Figure, str]]:
@@ -95,7 +97,7 @@ def _figures(job: Job) -> dict[str, tuple[Figure, str]]:
     }
     if job.nodes > 1:
         rate = interconnect.bytes_per_s
-        figures[f"between nodes ({interconnect.title})"] = (rate, f"{rate.value / 1e9:,.1f} GB/s one way and node")
+        figures[f"between nodes ({interconnect.title})"] = (rate, f"{rate.value / 1e9:,.1f} GB/s one way per node")
     return figures
 
 
@@ -117,8 +119,13 @@ def _products(hardware: Hardware, dtype: str) -> Assumption:
     if dtype in LIKE_BF16 and "bf16" in hardware.matmul_flops:
         return Assumption("large products", f"{words}, in proportion to what was measured in bf16")
     low, high = (share / USUAL_SHARE for share in _SHARES)
-    moves = f"elsewhere {_SHARES[0]:.0%} to {_SHARES[1]:.0%}, which is {1 - low:.0%} slower to {high - 1:.0%} faster"
-    return Assumption("large products", f"{words}: {USUAL_SHARE:.0%} of the peak, as nobody published it", moves)
+    moves = (
+        f"other devices reach {_SHARES[0]:.0%} to {_SHARES[1]:.0%}, which is {1 - low:.0%} slower to {high - 1:.0%} "
+        "faster"
+    )
+    return Assumption(
+        "large products", f"{words}: {USUAL_SHARE:.0%} of the peak, because no measurement was published", moves
+    )
 
 
 def _attention(hardware: Hardware) -> Assumption:
@@ -126,7 +133,7 @@ def _attention(hardware: Hardware) -> Assumption:
     figure = hardware.attention_flops.get("flash2")
     if figure is not None:
         return Assumption("fused attention", f"{_teras(figure.value)} TFLOP/s ({_source(figure)})")
-    share = f"{ATTENTION_SHARE:.0%} of a large product's rate, as nobody published it"
+    share = f"{ATTENTION_SHARE:.0%} of a large product's rate, because no measurement was published"
     most = _ATTENTION_SHARES[1] / ATTENTION_SHARE
     return Assumption("fused attention", share, f"attention may take up to {1 - 1 / most:.0%} less time")
 
@@ -135,15 +142,15 @@ def _beside(forecast: Forecast) -> Iterator[Assumption]:
     """Yield the assumptions about memory outside the allocator."""
     low, high = (gib(nbytes) for nbytes in CONTEXT_RANGE_BYTES)
     usual = {
-        "context": (forecast.job.context_bytes, CONTEXT_SOURCE, f"{low} to {high} GiB have been seen"),
+        "context": (forecast.job.context_bytes, CONTEXT_SOURCE, f"{low} to {high} GiB were reported"),
         "NCCL": (forecast.job.nccl_bytes, NCCL_SOURCE, "other machines and releases may take more or less"),
     }
     words = {
-        "context": f"{gib(forecast.context_bytes)} GiB beside the allocator",
-        "NCCL": f"{gib(forecast.nccl_bytes)} GiB of buffers beside the allocator",
+        "context": f"{gib(forecast.context_bytes)} GiB outside the allocator",
+        "NCCL": f"{gib(forecast.nccl_bytes)} GiB of buffers outside the allocator",
     }
     for name, (given, source, moves) in usual.items():
         if given is not None:
-            yield Assumption(name, f"{words[name]} (as asked for)")
+            yield Assumption(name, f"{words[name]} (as given)")
         else:
             yield Assumption(name, f"{words[name]} ({source})", "" if forecast.job.on_cpu else moves)

@@ -37,7 +37,7 @@ _COLUMNS = {
 _SPARED = "s/step"
 """The column that is left out of the terminal's table if names are so long that a line would not hold it."""
 
-_NOTE = "(GiB and tokens/s of one GPU; context and NCCL are in; limit: what slows it)"
+_NOTE = "(GiB and tokens/s per GPU, context and NCCL included; limit: the bottleneck)"
 
 
 def table_text(report: PlanReport) -> str:
@@ -55,7 +55,7 @@ def table_text(report: PlanReport) -> str:
         )
     if report.rows and (rests := [one for one in report.assumptions if one.moves]):
         lines = (f"{one.what}: {one.value.partition(' (')[0]}; {one.moves}" for one in rests)
-        blocks.append("\n".join(["Assumed, and may differ:", *(_wrapped(line, "  ", "    ") for line in lines)]))
+        blocks.append("\n".join(["Assumptions that may differ:", *(_wrapped(line, "  ", "    ") for line in lines)]))
     closing = [report.counts, *report.answers]
     blocks.append("\n".join(_wrapped(line) for line in closing if line))
     return "\n\n".join(block for block in blocks if block)
@@ -109,7 +109,7 @@ def _breakdown(report: PlanReport) -> str:
     has = available_bytes(best, report.exploration.budget_bytes)
     phase, module = best.peak_at
     where = f"{phase} of {module}" if module else phase
-    lines = [_wrapped(f"Memory of the best at its peak ({where}), of {gib(has)} GiB:")]
+    lines = [_wrapped(f"Peak memory of the best ({where}), of {gib(has)} GiB:")]
     shares = {MEMORY_WORDS[kind]: size for kind, size in parts(best).items() if size > _LEAST * has}
     free = has - needed_bytes(best)
     width = max(map(len, [*shares, "free"]))
@@ -150,7 +150,9 @@ def page_html(report: PlanReport) -> str:
     try:
         import jinja2
     except ImportError:
-        raise PlanError("the page needs jinja2, which is not installed: pip install 'shardwise[train]'") from None
+        raise PlanError(
+            "writing the page needs jinja2, which is not installed: pip install 'shardwise[train]'"
+        ) from None
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters.update(
         gib=gib,

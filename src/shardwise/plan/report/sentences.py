@@ -21,18 +21,18 @@ def more_sentence(question: Question, found: Forecast) -> str:
     job = found.job
     options = [] if job.offload is None else [f"--offload {job.offload.words}"]
     if job.optimizer_in_backward and not question.arguments.get("optimizer_in_backward"):
-        options.append("--optimizer-in-backward (clip = 0: no norm of all gradients)")
+        options.append("--optimizer-in-backward (clip = 0: there is no norm of all gradients)")
     waits = found.exposed_offload_s / found.step_time_s
     parts = {
-        "of a GPU": needed_bytes(found),
-        "of a node's host": found.host_bytes_per_node,
-        "of its disk": found.disk_bytes_per_node,
+        "per GPU": needed_bytes(found),
+        "of each node's host memory": found.host_bytes_per_node,
+        "of each node's disk": found.disk_bytes_per_node,
     }
     takes = ", ".join(f"{gib(nbytes)} GiB {where}" for where, nbytes in parts.items() if nbytes)
-    waiting = f", {waits:.0%} of the step waiting for that" if job.offload is not None else ""
+    waiting = f", {waits:.0%} of the step spent waiting for it" if job.offload is not None else ""
     return (
-        f"With {' and '.join(options)} it would fit: {full_name(job)}: {takes}; "
-        f"{found.tokens_per_s_per_gpu:,.0f} tokens/s a GPU{waiting}."
+        f"It would fit with {' and '.join(options)}: {full_name(job)}: {takes}; "
+        f"{found.tokens_per_s_per_gpu:,.0f} tokens/s per GPU{waiting}."
     )
 
 
@@ -40,7 +40,7 @@ def cost_sentence(cost: Cost, devices: int) -> str:
     """Say what a step, a million tokens and a day cost."""
     whole = f"a day of all {devices} GPUs" if devices > 1 else "a day"
     return (
-        f"At {cost.per_device_hour:g} for an hour of a GPU, a step costs {amount(cost.per_step)}, a million tokens "
+        f"At {cost.per_device_hour:g} per GPU and hour, a step costs {amount(cost.per_step)}, a million tokens "
         f"{amount(cost.per_million_tokens)}, {whole} {amount(cost.per_day)}."
     )
 
@@ -53,7 +53,7 @@ def setting(job: Job) -> str:
     )
     words = [
         f"{job.world_size} x {getattr(job.gpu, 'name', job.gpu)}" + (f" on {job.nodes} nodes" if job.nodes > 1 else ""),
-        f"{job.seq_len:,} tokens a sequence",
+        f"{job.seq_len:,} tokens per sequence",
         f"{dtypes} (compute/reduce/master)",
         job.optimizer,
         f"{job.attention} attention",
@@ -64,7 +64,7 @@ def setting(job: Job) -> str:
     )
     words += ["compiled"] if job.compile else []
     words += [f"offload {job.offload.words}"] if job.offload is not None else []
-    words += ["each unit's step in backward"] if job.optimizer_in_backward else []
+    words += ["optimizer steps in backward"] if job.optimizer_in_backward else []
     words += [f"as {job.engine} would run it"] if job.engine != "shardwise" else []
     return ", ".join(words)
 

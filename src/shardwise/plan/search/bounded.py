@@ -132,7 +132,7 @@ class _Column:
             if place > high:
                 yield Candidate(job, Verdict.IMPLIED, None, self._why_not(place))
             elif place <= without:
-                yield Candidate(job, Verdict.SLOWER, None, "fits without recomputing, which is faster")
+                yield Candidate(job, Verdict.SLOWER, None, "fits without recomputation, which is faster")
             else:
                 yield Candidate(job, Verdict.SLOWER, None, beaten if place > low else "a larger micro-batch fits")
 
@@ -178,6 +178,6 @@ class _Column:
     def _why_not(self, place: int) -> str:
         smaller = [n for n, c in self.found.items() if n < place and c.verdict is Verdict.TOO_LARGE]
         if smaller:
-            return f"as micro-batch {self.jobs[smaller[-1]].micro_batch}, or more"
+            return f"does not fit, because micro-batch {self.jobs[smaller[-1]].micro_batch} does not"
         least = self.knowledge.least_bytes(self.jobs[place])
         return f"needs at least {gib(least)} of {gib(self.knowledge.has_bytes)} GiB"

@@ -40,7 +40,7 @@ class Objective(enum.Enum):
             return value
         names = [member.value for member in cls]
         if value not in names:
-            raise PlanError(f"objective={value!r}: one of {', '.join(names)}")
+            raise PlanError(f"objective={value!r}: must be one of {', '.join(names)}")
         return cls(value)
 
     def key(self, forecast: Forecast) -> tuple[float, ...]:
@@ -125,9 +125,11 @@ def explore_family(
             job = family.job(mode, *batch)
             smaller = next((other for other in hopeless if _implies(other, job)), None)
             if smaller is not None:
-                yield Candidate(job, Verdict.IMPLIED, None, f"as micro-batch {smaller.micro_batch}, or more")
+                yield Candidate(
+                    job, Verdict.IMPLIED, None, f"does not fit, because micro-batch {smaller.micro_batch} does not"
+                )
             elif mode != "none" and batch in fitting and objective is Objective.TOKENS_PER_S:
-                yield Candidate(job, Verdict.SLOWER, None, "fits without recomputing, which is faster")
+                yield Candidate(job, Verdict.SLOWER, None, "fits without recomputation, which is faster")
             else:
                 candidate = judge(evaluate(job), budget_bytes)
                 if candidate.verdict is Verdict.FITS and mode == "none":
@@ -144,7 +146,7 @@ def judge(forecast: Forecast, budget_bytes: int | None) -> Candidate:
         return Candidate(forecast.job, Verdict.TOO_LARGE, forecast, why_too_large(forecast, has))
     on_host = forecast.host_bytes_per_node
     if on_host > forecast.host_has_bytes:
-        why = f"needs {gib(on_host)} of the {gib(forecast.host_has_bytes)} GiB of a node's host"
+        why = f"needs {gib(on_host)} of the {gib(forecast.host_has_bytes)} GiB of a node's host memory"
         return Candidate(forecast.job, Verdict.TOO_LARGE, forecast, why)
     waits = {
         "network": forecast.exposed_comm_s,
@@ -214,8 +216,8 @@ def nothing_fits(exploration: Exploration) -> PlanError:
     has = available_bytes(forecast, exploration.budget_bytes)
     gpu = getattr(job.gpu, "name", job.gpu)
     return PlanError(
-        f"nothing fits {job.world_size} x {gpu}: the nearest, {describe(job)}, {why_too_large(forecast, has)}; "
-        f"{ways_out(job)}"
+        f"nothing fits {job.world_size} x {gpu}; the nearest configuration, {describe(job)}, "
+        f"{why_too_large(forecast, has)}; {ways_out(job)}"
     )
 
 
@@ -292,10 +294,10 @@ def describe(job: Job) -> str:
 
 
 RECOMPUTES = {
-    "none": "nothing recomputed",
+    "none": "no recomputation",
     "full": "all blocks recomputed",
     "selective-ops": "cheap operations recomputed",
-    "offload": "all blocks recomputed from inputs on the host",
+    "offload": "all blocks recomputed, with their inputs kept on the host",
 }
 
 

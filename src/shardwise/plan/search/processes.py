@@ -137,7 +137,7 @@ class _Process(_Worker):
         except EOFError:
             status = self.pipe.process.wait()
             raise PlanError(
-                f"a process of the search ended with status {status}; search with one worker to see why"
+                f"a process of the search exited with status {status}; search with workers=1 to see why"
             ) from None
         if isinstance(answer, Exception):
             raise answer

@@ -102,10 +102,10 @@ def _side_by_side(question: Question, arguments: Mapping[str, Any]) -> SearchSpa
     for name in question.compare:
         if name not in COMPARED:
             known = ", ".join(COMPARED)
-            raise PlanError(f"cannot compare {name!r}: there are {known}{did_you_mean(name, COMPARED)}")
+            raise PlanError(f"cannot compare {name!r}: must be one of {known}{did_you_mean(name, COMPARED)}")
         for given in ("engine", "strategy", "shard_group"):
             if arguments.get(given) is not None:
-                raise PlanError(f"{given} is what a comparison chooses: leave it out, or compare nothing")
+                raise PlanError(f"{given} cannot be given with a comparison, which chooses it; leave one out")
         engine, strategy = COMPARED[name]
         space = search_space({**arguments, "engine": engine, "strategy": [strategy]}, question.global_batch)
         families += space.families

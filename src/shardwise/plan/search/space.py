@@ -93,7 +93,7 @@ def _values(name: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         return (value,)
     if not value:
-        raise ConfigError(f"{name}={value!r} leaves nothing to choose from: give a value, or leave it out")
+        raise ConfigError(f"{name}={value!r} leaves nothing to search: give at least one value, or leave it out")
     return tuple(dict.fromkeys(value))
 
 
@@ -155,17 +155,17 @@ def _batches(
                 found.append((size, steps))
     if not found:
         raise PlanError(
-            f"no micro-batch of {', '.join(map(str, micro_batches))} makes a global batch of {global_batch} on {world} "
-            "ranks"
+            f"none of the micro-batches {', '.join(map(str, micro_batches))} makes a global batch of "
+            f"{global_batch} on {world} ranks"
             + (f" in {' or '.join(map(str, accumulations))} micro-batches" if accumulations else "")
-            + "; leave micro-batch and accumulation to the search"
+            + "; leave micro-batch and accumulation out, so that the search chooses them"
         )
     return tuple(sorted(found))
 
 
 def _divided(global_batch: int, whole: int, words: str) -> int:
     if global_batch < 1:
-        raise PlanError(f"a global batch of {global_batch}: a whole number from 1 on")
+        raise PlanError(f"a global batch of {global_batch}: must be a whole number of at least 1")
     if global_batch < whole or global_batch % whole:
         below = global_batch // whole * whole
         near = f"{below} or {below + whole}" if below else str(whole)
@@ -189,6 +189,8 @@ def precision_of(words: str) -> Precision:
     if len(parts) == 1:
         return Precision(param=words, reduce="fp32", master="fp32")
     if len(parts) != 3:
-        raise PlanError(f"precision={words!r}: one of bf16, fp16, fp32, bf16-true, or param/reduce/master")
+        raise PlanError(
+            f"precision={words!r}: must be one of bf16, fp16, fp32, bf16-true, or have the form param/reduce/master"
+        )
     param, reduce, master = (None if part == "stored" else part for part in parts)
     return Precision(param=param, reduce=reduce, master=master)

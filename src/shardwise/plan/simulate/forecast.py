@@ -35,13 +35,13 @@ MIB = 2**20
 CONTEXT_BYTES = 512 * MIB
 """Memory of a CUDA context with the kernels of torch, cuBLAS and NCCL loaded; outside the allocator."""
 CONTEXT_SOURCE = (
-    "assumed: some 300 MiB since CUDA 11.7, over 1 GiB before; https://github.com/pytorch/pytorch/issues/107667"
+    "assumed: about 300 MiB since CUDA 11.7, over 1 GiB before; https://github.com/pytorch/pytorch/issues/107667"
 )
 CONTEXT_RANGE_BYTES = (300 * MIB, 1024 * MIB)
 """The range that `CONTEXT_SOURCE` reports."""
 NCCL_BYTES = 688 * MIB
 """Memory of the buffers of one communicator; outside the allocator."""
-NCCL_SOURCE = "688 MiB a communicator, as measured on A100s: https://github.com/NVIDIA/nccl/issues/964"
+NCCL_SOURCE = "688 MiB per communicator, as measured on A100s: https://github.com/NVIDIA/nccl/issues/964"
 _WORKSPACES = {"h100": 32 * MIB, "h200": 32 * MIB, "b200": 32 * MIB}
 """Bytes of cuBLAS's workspace for one stream and thread, by the beginning of the device's name: 32 MiB from Hopper on,
 otherwise `_WORKSPACE_BYTES`, 8.1 MiB (PyTorch's aten/src/ATen/cuda/CublasHandlePool.cpp). Inside the allocator."""
@@ -183,7 +183,8 @@ class Forecast:
         """When everything in the step runs. Raises PlanError if the forecast has no events, like most of a search's."""
         if not self.recording.events:
             raise PlanError(
-                "a search keeps the events of its best alone: ask sw.plan.forecast(model, ...) for this job"
+                "a search keeps only the events of its best configuration; call sw.plan.forecast(model, ...) for "
+                "this job"
             )
         return _timeline(self.recording)
 

@@ -45,8 +45,8 @@ def flops_per_token(model: Dimensions, seq_len: int, definition: str = "palm") -
     """Return the operations per token, forward and backward. Raises PlanError for an unknown definition."""
     if definition not in DEFINITIONS:
         raise PlanError(
-            f"unknown definition of MFU {definition!r}{did_you_mean(definition, DEFINITIONS)}; "
-            f"there are {', '.join(DEFINITIONS)}"
+            f"unknown definition of MFU {definition!r}{did_you_mean(definition, DEFINITIONS)}; must be one of "
+            f"{', '.join(DEFINITIONS)}"
         )
     return DEFINITIONS[definition](model, seq_len)
 

@@ -41,7 +41,7 @@ def write_trace(timeline: Timeline, path: Path | str) -> Path:
 def check_format(path: Path) -> Path:
     """Return the path. Raises PlanError for any suffix but .json and .svg."""
     if path.suffix not in (".json", ".svg"):
-        raise PlanError(f"{path}: a trace is written as .json (Perfetto, chrome://tracing) or drawn as .svg")
+        raise PlanError(f"{path}: a trace must be named .json (Perfetto, chrome://tracing) or .svg (a drawing)")
     return path
 
 
@@ -86,7 +86,7 @@ def draw(timeline: Timeline) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="100%" '
         f'font-family="system-ui, sans-serif" font-size="12" role="img">',
-        f"<title>One step of {end_s * 1e3:.1f} ms, of which {timeline.exposed_comm_s * 1e3:.1f} ms waiting</title>",
+        f"<title>One step of {end_s * 1e3:.1f} ms, with {timeline.exposed_comm_s * 1e3:.1f} ms of waiting</title>",
         *_legend(),
     ]
     for number, stream in enumerate(lanes):

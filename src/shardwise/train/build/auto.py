@@ -95,6 +95,6 @@ def _best(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) -> 
 def _outlook(best: Forecast) -> Outlook:
     words = (
         f"planned: {full_name(best.job)}; {gib(needed_bytes(best))} GiB of a device's {gib(best.usable_bytes)}, "
-        f"{best.step_time_s:.3g} s a step"
+        f"{best.step_time_s:.3g} s per step"
     )
     return Outlook(words, dict(best.memory), best.step_time_s)

@@ -31,11 +31,11 @@ def settle(config: Config, device: torch.device, saved: Mapping[str, Any] | None
     if saved is not None:
         chosen, why = saved.get("param_dtype") or stored, "as in the checkpoint"
     elif stored == "fp32" and accelerators.computes_in_bf16(device):
-        chosen, why = "bf16", "which this device computes in fastest"
+        chosen, why = "bf16", "the fastest dtype of this device"
     else:
-        chosen, why = stored, "in which they are stored"
+        chosen, why = stored, "the dtype in which they are stored"
     if chosen == stored and device.type == "cpu":
         return config, ""
     words = f"parameters are gathered and computed with in {chosen}, {why}, and updated in {stored}"
     parallel = config.parallel.model_copy(update={"param_dtype": chosen})
-    return config.model_copy(update={"parallel": parallel}), f"{words}; parallel.param_dtype names another"
+    return config.model_copy(update={"parallel": parallel}), f"{words}; to change it, set parallel.param_dtype"

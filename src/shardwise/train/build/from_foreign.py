@@ -69,11 +69,11 @@ def notes(settings: ForeignSettings) -> list[str]:
             f"{settings.ranks} ranks on {settings.nodes} nodes: start `shardwise train` with torchrun on each."
         )
     lines += [f"Different: {change}." for change in settings.changes]
-    lines += [f"No equal: {name}." for name in settings.without_equal]
+    lines += [f"No counterpart: {name}." for name in settings.without_equal]
     if settings.without_effect:
-        lines.append(f"Without effect, the engine needs no such setting: {', '.join(settings.without_effect)}.")
+        lines.append(f"Without effect, because the engine needs no such setting: {', '.join(settings.without_effect)}.")
     if settings.open:
-        lines.append(f"Left to the program there, to our defaults here: {', '.join(settings.open)}.")
+        lines.append(f"Left to the program there (auto), and to our defaults here: {', '.join(settings.open)}.")
     return lines
 
 
@@ -83,4 +83,6 @@ def _check(tree: dict[str, dict[str, Any]], source: Path) -> None:
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         place = ".".join(map(str, detail["loc"][:2]))
-        raise ConfigError(f"{source}: no {place} of ours can be {detail['input']!r}: {detail['msg']}") from None
+        raise ConfigError(
+            f"{source}: {detail['input']!r} is not allowed for {place} in a shardwise configuration: {detail['msg']}"
+        ) from None

@@ -39,7 +39,7 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
     _check_job(job)
     if job.attention != source.attention:
         raise PlanError(
-            f"`shardwise train` takes the fastest attention that the model has, {source.attention}, not "
+            f"`shardwise train` uses the fastest attention that the model has, {source.attention}, not "
             f"{job.attention}: plan without --attention, or train with sw.shard in a script of your own"
         )
     precision = job.precision
@@ -130,10 +130,10 @@ def _listed(names: tuple[str, ...] | None) -> list[str] | None:
 
 def _check_job(job: Job) -> None:
     if job.engine != "shardwise":
-        raise PlanError(f"--config writes a configuration for shardwise, and the plan is for engine={job.engine!r}")
+        raise PlanError(f"--config writes a configuration for shardwise, but the plan is for engine={job.engine!r}")
     if job.loss != "model":
         raise PlanError(
-            f"`shardwise train` takes the model's own loss, not {job.loss!r}: plan without --loss, or train with "
+            f"`shardwise train` uses the model's own loss, not {job.loss!r}: plan without --loss, or train with "
             "sw.shard in a script of your own"
         )
     if job.optimizer not in {"adamw", "adamw-bf16", "adamw-8bit", "muon"}:

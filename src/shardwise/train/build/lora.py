@@ -47,7 +47,7 @@ def add_adapter(model: nn.Module, lora: LoraConfig, config: ModelConfig) -> nn.M
         with torch.device("meta" if is_meta else "cpu"):
             adapted: Any = peft.inject_adapter_in_model(adapter, model)
     except ValueError as error:
-        raise ConfigError(f"[lora]: PEFT cannot put adapters in: {one_line(error)}") from error
+        raise ConfigError(f"[lora]: PEFT cannot add adapters: {one_line(error)}") from error
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -83,8 +83,8 @@ def check_base(saved: str | None, own: str, path: Path | str) -> None:
     """
     if saved and own and saved != own:
         raise ConfigError(
-            f"{path} is an adapter that was trained beside {saved}, and this run's base has {own}: set model.weights, "
-            "model.init and train.seed back, or set log.name to train anew"
+            f"{path} is an adapter that was trained for the base {saved}, but this run's base is {own}: set "
+            "model.weights, model.init and train.seed back, or set log.name to train anew"
         )
 
 
@@ -92,5 +92,5 @@ def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if not list(module.children())}
     for target in lora.targets or ():
         if target not in names and not any(name.endswith(f".{target}") for name, _ in model.named_modules()):
-            hint = did_you_mean(target, names) or f"; it has {', '.join(sorted(names - {''}))}"
+            hint = did_you_mean(target, names) or f"; its modules are {', '.join(sorted(names - {''}))}"
             raise ConfigError(f"lora.targets: the model has no module {target!r}{hint}")

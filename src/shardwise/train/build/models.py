@@ -97,7 +97,7 @@ def _dtype(config: ModelConfig) -> torch.dtype:
 def _read_config(config: ModelConfig, text: TextShape) -> PreTrainedConfig:
     if config.config is not None:
         return _inline_config(config.config, text)
-    assert config.path is not None, "ModelConfig has exactly one of path, config and factory"
+    assert config.path is not None, "ModelConfig must have exactly one of path, config and factory"
     return _config_at(config.path)
 
 
@@ -109,12 +109,12 @@ def _config_at(name: str) -> PreTrainedConfig:
         file = path / "config.json" if path.is_dir() else path
         is_there = file.exists()
     if not is_there:
-        raise ConfigError(f"model.path={name!r}: there is no {file}{nearest_path(path)}")
+        raise ConfigError(f"model.path={name!r}: no such file: {file}{nearest_path(path)}")
     try:
         loaded: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=True)
     except Exception as error:
         raise ConfigError(
-            f"model.path={name!r} is not a configuration of transformers: {one_line(error, with_type=True)}"
+            f"model.path={name!r} is not a transformers configuration: {one_line(error, with_type=True)}"
         ) from error
     return loaded
 
@@ -144,7 +144,9 @@ def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
     try:
         filled: PreTrainedConfig = config_class(**values)
     except Exception as error:
-        raise ConfigError(f"model.config is not right for {model_type!r}: {one_line(error, with_type=True)}") from error
+        raise ConfigError(
+            f"model.config is invalid for model_type {model_type!r}: {one_line(error, with_type=True)}"
+        ) from error
     return filled
 
 
@@ -158,8 +160,9 @@ def _without_numbers(model: nn.Module, config: ModelConfig) -> nn.Module:
     """Return a factory's model. Raises ConfigError if `init="device"` asks to initialise it and it already is."""
     if config.init == "device" and not any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigError(
-            f'model.init="device" draws the numbers of models on the meta device, and model.factory={config.factory!r} '
-            'gives its model numbers itself: build it under torch.device("meta") there, or leave model.init out'
+            'model.init="device" initialises only models on the meta device, but '
+            f'model.factory={config.factory!r} initialises its model itself: build it under torch.device("meta") '
+            "there, or leave model.init out"
         )
     return model
 

@@ -66,7 +66,7 @@ def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]])
     for group, wanted in zip(optimizer.param_groups, options, strict=True):
         for key in ("betas", "eps", "weight_decay", "momentum"):
             if group.get(key) != wanted.get(key):
-                changes[f"train.{key} was {_toml(group[key])} and is {_toml(wanted[key])}"] = None
+                changes[f"train.{key} was {_toml(group[key])} and is now {_toml(wanted[key])}"] = None
         group.update(wanted)
     return list(changes)
 

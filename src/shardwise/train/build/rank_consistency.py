@@ -27,6 +27,6 @@ def check(config: Config, data: Datasets, ranks: Ranks) -> None:
         if other_rows != rows:
             raise ConfigError(
                 f"rank 0 read {rows}; rank {rank} read {other_rows}: data.source={config.data.source!r} and "
-                f"data.tokenizer={config.data.tokenizer!r} must hold the same for all ranks, and nothing may write "
-                "there while they read"
+                f"data.tokenizer={config.data.tokenizer!r} must have the same contents on all ranks, and nothing may "
+                "write there while they read"
             )

@@ -81,7 +81,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
-        raise ConfigError(f"override {override!r} does not read section.key=value, such as train.lr=1e-4")
+        raise ConfigError(f"override {override!r} must have the form section.key=value, such as train.lr=1e-4")
     if len(keys) == 1:
         wrong = f"{dotted} is a section; set one of its keys" if dotted in Config.model_fields else _unknown(keys)
         raise ConfigError(f"override {override!r}: {wrong}")
@@ -150,7 +150,7 @@ def _field_path(location: Sequence[str | int]) -> list[str]:
 
 
 _PATTERNS_IN_WORDS = {
-    "activation_checkpointing": "must be 'none', 'full', 'selective-ops', 'every-N' (N from 1 on) or 'offload'",
+    "activation_checkpointing": "must be 'none', 'full', 'selective-ops', 'every-N' (N is 1 or more) or 'offload'",
     "name": "must be the name of a directory, without / and \\",
 }
 """What a key's pattern requires, in words, by key."""

@@ -78,7 +78,7 @@ class ModelConfig(Section):
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError('config needs a model_type, such as model_type = "llama"')
         if self.factory is not None and not all(self.factory.partition(":")):
-            raise ValueError(f"factory must read module:function, not {self.factory!r}")
+            raise ValueError(f"factory must have the form module:function, not {self.factory!r}")
         return self
 
 
@@ -102,7 +102,7 @@ class LoraConfig(Section):
     def _has_rank(self) -> Self:
         given = [key for key in ("alpha", "dropout", "targets", "base") if key in self.model_fields_set]
         if given and "r" not in self.model_fields_set:
-            raise ValueError(f"{given[0]} is given and r is not: set r, such as r = 16, or leave the section out")
+            raise ValueError(f"{given[0]} is given but r is not: set r, such as r = 16, or leave the section out")
         return self
 
 
@@ -180,19 +180,23 @@ class TrainConfig(Section):
     def _clips_what_it_can(self) -> Self:
         if self.optimizer_in_backward and self.clip:
             raise ValueError(
-                f"optimizer_in_backward with clip = {self.clip:g}: the norm of all gradients is known when the last "
-                "one has come, and the first ones are gone by then; set clip = 0, clip_units to clip each unit alone"
+                f"optimizer_in_backward with clip = {self.clip:g}: the norm of all gradients is known only after "
+                "the last gradient, when the first ones are already freed; set clip = 0, and clip_units to clip "
+                "each unit by its own norm"
             )
         if self.clip_units and not self.optimizer_in_backward:
-            raise ValueError("clip_units goes with optimizer_in_backward = true; clip has the norm of all gradients")
+            raise ValueError(
+                "clip_units needs optimizer_in_backward = true; without it, use clip, which has the norm of all "
+                "gradients"
+            )
         return self
 
     @model_validator(mode="after")
     def _has_momentum_where_it_counts(self) -> Self:
         if self.optimizer != "muon" and self.momentum != type(self).model_fields["momentum"].default:
             raise ValueError(
-                f'momentum = {self.momentum:g} has no effect with optimizer = "{self.optimizer}": leave it out, or set '
-                'optimizer = "muon"; AdamW has betas'
+                f'momentum = {self.momentum:g} has no effect with optimizer = "{self.optimizer}", which has '
+                'betas: leave it out, or set optimizer = "muon"'
             )
         return self
 
@@ -259,15 +263,16 @@ class OffloadConfig(Section):
     @model_validator(mode="after")
     def _has_a_path(self) -> Self:
         if self.on_disk is not None and self.path is None:
-            raise ValueError(f'{self.on_disk} = "nvme" needs path, a directory on a local disk')
+            raise ValueError(f'{self.on_disk} = "nvme" needs path: set it to a directory on a local disk')
         return self
 
     @model_validator(mode="after")
     def _has_something_in_its_ring(self) -> Self:
         if self.ring_mib is not None and self.optimizer is None:
             raise ValueError(
-                f"ring_mib = {self.ring_mib} has no effect without offload.optimizer, whose state comes through the "
-                'ring: set optimizer = "cpu" or "nvme", or leave ring_mib out (ring_mib=none)'
+                f"ring_mib = {self.ring_mib} has no effect without offload.optimizer, because only optimizer "
+                'state goes through the ring: set optimizer = "cpu" or "nvme", or leave ring_mib out '
+                "(ring_mib=none)"
             )
         return self
 
@@ -299,7 +304,7 @@ class LogConfig(Section):
     @model_validator(mode="after")
     def _name_is_a_directory(self) -> Self:
         if self.name in (".", ".."):
-            raise ValueError(f"name {self.name!r} is not a directory of its own")
+            raise ValueError(f"name {self.name!r} must be the name of a directory of its own")
         return self
 
 
@@ -319,8 +324,8 @@ class Config(Section):
     def _saves_from_disk_at_once(self) -> Self:
         if self.offload.on_disk is not None and self.checkpoint.asynchronous:
             raise ValueError(
-                f'checkpoint.asynchronous with offload.{self.offload.on_disk} = "nvme": host memory has no room for a '
-                "copy of all that is on disk; set checkpoint.asynchronous = false"
+                f'checkpoint.asynchronous with offload.{self.offload.on_disk} = "nvme": host memory cannot hold '
+                "a copy of everything that is on disk; set checkpoint.asynchronous = false"
             )
         return self
 
@@ -328,8 +333,8 @@ class Config(Section):
     def _scales_no_loss_in_backward(self) -> Self:
         if self.train.optimizer_in_backward and self.parallel.param_dtype == "fp16":
             raise ValueError(
-                'train.optimizer_in_backward with parallel.param_dtype = "fp16", which scales the loss: steps are '
-                'taken before it is known whether gradients overflowed; use "bf16"'
+                'train.optimizer_in_backward with parallel.param_dtype = "fp16", which scales the loss: steps '
+                'are taken before it is known whether gradients overflowed; use "bf16"'
             )
         return self
 
@@ -360,14 +365,15 @@ class Config(Section):
         tokens = global_batch // world_size * self.data.seq_len
         if tokens > _MOST_TOKENS:
             raise ConfigError(
-                f"{tokens:.3g} tokens of a step on each rank (train.global_batch={global_batch} / {world_size} ranks x "
-                f"data.seq_len={self.data.seq_len}): {_MOST_TOKENS} at most; lower train.micro_batch or global_batch"
+                f"{tokens:.3g} tokens per step on each rank (train.global_batch={global_batch} / {world_size} "
+                f"ranks x data.seq_len={self.data.seq_len}) are more than the {_MOST_TOKENS} supported; lower "
+                "train.micro_batch or global_batch"
             )
         if self.train.optimizer_in_backward and global_batch != one_pass:
             raise ConfigError(
-                f"train.optimizer_in_backward with train.global_batch={global_batch}: each backward takes a step, so "
-                f"gradients of {global_batch // one_pass} micro-batches are never added; set train.micro_batch="
-                f"{global_batch // world_size}"
+                f"train.optimizer_in_backward with train.global_batch={global_batch}: each backward takes a "
+                f"step, so gradients of {global_batch // one_pass} micro-batches cannot be added; set "
+                f"train.micro_batch={global_batch // world_size}"
             )
         return self.model_copy(
             update={

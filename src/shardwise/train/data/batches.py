@@ -52,7 +52,7 @@ class Datasets(NamedTuple):
 
     def __str__(self) -> str:
         """Describe the data in words that are equal if and only if the data is."""
-        ids = f"{self.tokenizer.vocab_size} token ids of which {self.tokenizer.end_id} ends a document"
+        ids = f"{self.tokenizer.vocab_size} token ids, of which {self.tokenizer.end_id} ends a document"
         digest = xxhash.xxh3_64_hexdigest(f"{self.train.digest} {self.held_out.digest}".encode())
         return f"{len(self.train):,} rows to train on and {len(self.held_out):,} held out (digest {digest}), of {ids}"
 

@@ -28,7 +28,7 @@ def builtin_documents(name: str) -> list[Document]:
         ConfigError: there is no corpus with that name, or this Python was installed without its sources.
     """
     if name not in BUILTIN_CORPORA:
-        raise ConfigError(f"data.source: no built-in corpus {name!r}; there is builtin:{BUILTIN_CORPORA[0]}")
+        raise ConfigError(f"data.source: unknown built-in corpus {name!r}; use builtin:{BUILTIN_CORPORA[0]}")
     return stdlib_documents(Path(sysconfig.get_path("stdlib")))
 
 
@@ -49,7 +49,7 @@ def stdlib_documents(root: Path) -> list[Document]:
     documents = [document for document in documents if document.segments[0].text]
     if not documents:
         raise ConfigError(
-            f"data.source: this Python has no sources of its standard library at {root}; give a path to text"
+            f"data.source: the source code of Python's standard library is not at {root}; give a path to text"
         )
     return documents
 

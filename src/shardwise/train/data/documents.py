@@ -92,5 +92,5 @@ def _check_messages(key: str, messages: Any) -> tuple[dict[str, str], ...]:
             raise ConfigError(f"{key}: every message needs a role and a content, both text")
         checked.append({"role": message["role"], "content": message["content"]})
     if not any(message["role"] == "assistant" for message in checked):
-        raise ConfigError(f"{key}: a conversation without a message of role assistant teaches nothing; remove it")
+        raise ConfigError(f"{key}: the conversation has no assistant message, so there is nothing to learn; remove it")
     return tuple(checked)

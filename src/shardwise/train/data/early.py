@@ -36,13 +36,13 @@ def check_data(config: DataConfig) -> None:
     if config.source.startswith(BUILTIN_PREFIX):
         name = config.source.removeprefix(BUILTIN_PREFIX)
         if name not in BUILTIN_CORPORA:
-            raise ConfigError(f"data.source: no built-in corpus {name!r}; there is builtin:{BUILTIN_CORPORA[0]}")
+            raise ConfigError(f"data.source: unknown built-in corpus {name!r}; use builtin:{BUILTIN_CORPORA[0]}")
         return
     files = find_files(config.source)
     with reading("data.source", config.source):
         total_bytes = sum(file.stat().st_size for file in files)
         if not total_bytes:
-            raise ConfigError(f"data.source={config.source!r} is empty: {counted(len(files))} of no bytes")
+            raise ConfigError(f"data.source={config.source!r} is empty: {counted(len(files))} with 0 bytes")
         if total_bytes > SMALL_BYTES:
             _check_first_row(files[0], config.format or format_of(files[0]))
             return
@@ -72,8 +72,8 @@ def check_fits(vocab_size: int | None, positions: int | None, needed: int | None
     """
     if vocab_size is not None and needed is not None and vocab_size < needed:
         raise ConfigError(
-            f"the model has vocab_size={vocab_size} and the tokenizer needs {needed}: "
-            "set vocab_size, or use the model's own tokenizer in data.tokenizer"
+            f"the model has vocab_size={vocab_size}, but the tokenizer needs {needed}: set vocab_size, or set "
+            "data.tokenizer to the model's own tokenizer"
         )
     if positions is not None and positions < seq_len:
         raise ConfigError(
@@ -89,7 +89,7 @@ def _check_tokenizer(name: str) -> None:
         if not path.is_dir():
             raise ConfigError(f"data.tokenizer={name!r}: no such directory{nearest_path(path)}")
         if not any((path / file).exists() for file in _TOKENIZER_FILES):
-            raise ConfigError(f"data.tokenizer={name!r}: no tokenizer is there (no {_TOKENIZER_FILES[0]} or the like)")
+            raise ConfigError(f"data.tokenizer={name!r} has no tokenizer (no {_TOKENIZER_FILES[0]} or the like)")
 
 
 def _check_first_row(file: Path, file_format: str) -> None:

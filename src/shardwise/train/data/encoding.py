@@ -94,9 +94,9 @@ def _template_segments(document: Document, tokenizer: HuggingFaceTokenizer) -> I
         answered = _render(document, tokenizer, messages[: index + 1], add_generation_prompt=False)
         if not (answered.startswith(prompt) and whole.startswith(answered)):
             raise ConfigError(
-                f"{document.key}: the chat template rewrites earlier turns, so reply {index + 1} cannot be told from "
-                f"its prompt; mark replies in the template with {_GENERATION_TAG}, or split the conversation into "
-                "prompt and completion"
+                f"{document.key}: the chat template rewrites earlier turns, so reply {index + 1} cannot be told "
+                f"from its prompt; mark replies in the template with {_GENERATION_TAG}, or split the "
+                "conversation into prompt and completion"
             )
         yield TextSegment(whole[done : len(prompt)], is_target=False)
         yield TextSegment(whole[len(prompt) : len(answered)], is_target=True)
@@ -114,7 +114,7 @@ def _render(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except TemplateError as error:
-        raise ConfigError(f"{document.key}: the tokenizer's chat template refuses this conversation: {error}") from None
+        raise ConfigError(f"{document.key}: the tokenizer's chat template rejects this conversation: {error}") from None
     return str(text)
 
 

@@ -54,7 +54,8 @@ def _place(key: str) -> float:
 def _divide(document: Document, fraction: float) -> Split:
     if document.whole:
         raise ConfigError(
-            f"data.eval_fraction={fraction}: the source has one example only ({document.key}); set eval_fraction=0"
+            f"data.eval_fraction={fraction}: the source has only one example ({document.key}), which cannot be "
+            "held out; set eval_fraction=0"
         )
     text = document.segments[0].text
     cut = min(max(int(len(text) * (1 - fraction)), 1), len(text) - 1)

@@ -60,11 +60,13 @@ class Order:
             ConfigError: the position belongs to another seed or to other data; the message names both sides.
         """
         if position.seed != self.seed:
-            raise ConfigError(f"data.seed was {position.seed} and is {self.seed}")
+            raise ConfigError(f"data.seed was {position.seed} and is now {self.seed}")
         saved = (position.rows or self.rows, position.digest or self.digest)
         if saved != (self.rows, self.digest) or position.sample >= self.rows:
             said = f"{position.rows:,} rows (digest {position.digest})" if position.rows else "more rows"
-            raise ConfigError(f"its data had {said} and these have {self.rows:,} (digest {self.digest})")
+            raise ConfigError(
+                f"the checkpoint's data had {said}, the data now has {self.rows:,} rows (digest {self.digest})"
+            )
         return position.epoch * self.rows + position.sample
 
 

@@ -106,7 +106,7 @@ def pack(documents: Iterable[EncodedDocument], seq_len: int, pad_id: int) -> Pac
     """
     if seq_len < 2:
         raise ConfigError(
-            f"data.seq_len={seq_len}: a row needs at least two tokens, one to predict and one to predict from"
+            f"data.seq_len={seq_len}: must be at least 2, one token to predict and one to predict it from"
         )
     packer = _Packer(seq_len, pad_id)
     for document in documents:

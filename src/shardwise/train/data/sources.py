@@ -45,7 +45,7 @@ def read_documents(source: str, file_format: str | None = None) -> list[Document
         for file in files:
             documents.extend(_read_file(file, file_format or format_of(file)))
     if not documents:
-        raise ConfigError(f"data.source={source!r} holds no text in {counted(len(files))}")
+        raise ConfigError(f"data.source={source!r} has no text in its {counted(len(files))}")
     return documents
 
 
@@ -67,7 +67,7 @@ def find_files(source: str) -> list[Path]:
     """
     path = Path(source)
     if source == UNSET and not path.exists():
-        raise ConfigError("data.source is not set: name what to train on, such as data.source=texts/*.jsonl")
+        raise ConfigError("data.source is not set: set it to what to train on, such as data.source=texts/*.jsonl")
     with reading("data.source", source):
         if path.is_file():
             return [path]
@@ -77,7 +77,7 @@ def find_files(source: str) -> list[Path]:
             names = glob.glob(source, recursive=True)  # noqa: PTH207, Path.glob takes no absolute pattern
             files = [Path(name) for name in names if Path(name).is_file()]
     if not files:
-        raise ConfigError(f"data.source={source!r}: no files there{nearest_path(path)}")
+        raise ConfigError(f"data.source={source!r}: no such files{nearest_path(path)}")
     return sorted(files)
 
 

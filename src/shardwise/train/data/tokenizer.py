@@ -113,7 +113,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         cause = " ".join(str(error).split())
-        raise ConfigError(f"data.tokenizer={name!r}: transformers finds no tokenizer there ({cause[:160]})") from None
+        raise ConfigError(f"data.tokenizer={name!r}: transformers finds no tokenizer in it ({cause[:160]})") from None
     return HuggingFaceTokenizer(tokenizer, name)
 
 

@@ -55,12 +55,12 @@ def _described(config: ModelConfig, tokenizer: Tokenizer, seq_len: int) -> dict[
     """Return the transformers configuration. Keys that an inline one leaves out are taken from the data."""
     if config.path is not None:
         return models.read_config(config.path)
-    assert config.config is not None, "ModelConfig has exactly one of path, config and factory"
+    assert config.config is not None, "ModelConfig must have exactly one of path, config and factory"
     inline = copy.deepcopy(config.config)
     kind = inline["model_type"]
     if kind not in models.FAMILIES:
         raise ConfigError(
-            f"model.config.model_type={kind!r} is none of the JAX models, which are {', '.join(models.FAMILIES)}"
+            f"model.config.model_type={kind!r}: must be one of the JAX models {', '.join(models.FAMILIES)}"
         )
     known = models.known_keys(kind)
     for key in inline:
@@ -90,7 +90,8 @@ def _factory(name: str) -> Builder:
             return found(key)
         except Exception as error:
             raise ConfigError(
-                f"model.factory={name!r}, called with a jax.random.key: {one_line(error, with_type=True)}"
+                f"model.factory={name!r} failed when it was called with a jax.random.key: "
+                f"{one_line(error, with_type=True)}"
             ) from error
 
     return build
@@ -111,13 +112,14 @@ def check_logits(model: Any, config: Config, vocab_size: int) -> None:
         found = jax.eval_shape(lambda model, ids: model(ids), model, jax.ShapeDtypeStruct(shape, jnp.int32))
     except Exception as error:
         raise ConfigError(
-            f"model.factory={name!r}: its model, called with ids {shape}: {one_line(error, with_type=True)}"
+            f"model.factory={name!r}: its model failed when it was called with ids of shape {shape}: "
+            f"{one_line(error, with_type=True)}"
         ) from error
     got = getattr(found, "shape", None)
     if got is None or got[:-1] != shape or got[-1] < vocab_size:
         raise ConfigError(
-            f"model.factory={name!r}: its model makes {got or type(found).__name__} of ids {shape}; logits of shape "
-            f"(1, {shape[1]}, at least {vocab_size}) are needed"
+            f"model.factory={name!r}: its model returns {got or type(found).__name__} for ids of shape {shape}; "
+            f"it must return logits of shape (1, {shape[1]}, at least {vocab_size})"
         )
 
 

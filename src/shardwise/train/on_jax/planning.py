@@ -75,7 +75,7 @@ def compiled_apart(wish: Wish) -> dict[str, Any]:
     if done.returncode == _MISTAKE:
         raise PlanError(done.stdout.strip())
     if done.returncode:
-        raise RuntimeError(f"the process that compiles ended with status {done.returncode}:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"the process that compiles exited with status {done.returncode}:\n{done.stderr[-4000:]}")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

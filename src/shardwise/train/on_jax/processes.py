@@ -81,8 +81,8 @@ def started(config: Config) -> tuple[RunProcesses, list[Any]]:
     number, own = (_number(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
     if os.environ.get(_COORDINATOR) and (number is None or own is None or own >= number):
         raise UserError(
-            f"{_COORDINATOR} is set: so must be JAX_NUM_PROCESSES, how many there are, and JAX_PROCESS_ID, this one's "
-            f"number from 0 on; they are {number} and {own}"
+            f"{_COORDINATOR} is set, so JAX_NUM_PROCESSES (the number of processes) and JAX_PROCESS_ID (this "
+            f"process's number, from 0) must be set too; they are {number} and {own}"
         )
     flags = os.environ.get("XLA_FLAGS", "")
     if _FLAG not in flags:  # affects only CPU devices, and only if set before JAX is first used
@@ -98,8 +98,8 @@ def started(config: Config) -> tuple[RunProcesses, list[Any]]:
         return RunProcesses(), devices
     if wanted > len(devices) or (jax.process_count() > 1 and wanted != len(devices)):
         raise MeshError(
-            f"parallel.ranks={wanted}, and JAX has {len(devices)} devices ({devices[0].platform}); ask for "
-            f"{len(devices)}{' at most' if jax.process_count() == 1 else ''}, or leave parallel.ranks out"
+            f"parallel.ranks={wanted}, but JAX has {len(devices)} devices ({devices[0].platform}); set it to "
+            f"{'at most ' if jax.process_count() == 1 else ''}{len(devices)}, or leave parallel.ranks out"
         )
     return RunProcesses(), devices[:wanted]
 
@@ -108,7 +108,7 @@ def _number(name: str) -> int | None:
     """Return the value of an environment variable, None if unset. Raises UserError if it is not a whole number."""
     said = os.environ.get(name)
     if said is not None and not said.isdecimal():
-        raise UserError(f"{name}={said!r} in the environment: a whole number is needed")
+        raise UserError(f"{name}={said!r} in the environment: must be a whole number")
     return None if said is None else int(said)
 
 

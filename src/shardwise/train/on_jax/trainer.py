@@ -201,7 +201,7 @@ class Trainer:
         self.evaluates_first = resumed.extra.get("evaluated") is False
         for path in resumed.set_aside:
             self.console.say(f"a newer checkpoint is damaged and has been set aside: {path}")
-        self.console.say(f"going on from {resumed.path}: step {resumed.step + 1} is next")
+        self.console.say(f"resuming from {resumed.path}: step {resumed.step + 1} is next")
 
     def _take(self, step: int, state: Any) -> Any:
         """Take one optimizer step on the whole global batch and append it to `unread`. Returns the new state."""
@@ -301,8 +301,8 @@ class Trainer:
         own, whole = (format_bytes(size) for size in footprint)
         took = f"; median step {statistics.median(self.step_times_s):.3f} s, measured" if self.step_times_s else ""
         self.console.say(
-            f"{len(self.devices)} devices: each holds {own} of parameters and optimizer state, {whole} under data "
-            f"parallelism alone{took}"
+            f"{len(self.devices)} devices: each holds {own} of parameters and optimizer state; with data "
+            f"parallelism alone, {whole}{took}"
         )
         self.console.say(f"done: {directory.final}")
 

@@ -33,6 +33,6 @@ def check_wishes(config: Config) -> None:
     wrong = next((setting for setting, asked in found.items() if asked), None)
     if wrong is not None:
         raise ConfigError(
-            f'{wrong} is not supported with parallel.backend = "jax", whose optimizer is adamw, whose strategies are '
-            f"{', '.join(_STRATEGIES)} and where the compiler decides what is gathered when: leave it out"
+            f'{wrong} is not supported with parallel.backend = "jax", where the optimizer is adamw, the strategies are '
+            f"{', '.join(_STRATEGIES)}, and the compiler decides what is gathered when: leave it out"
         )

@@ -144,9 +144,9 @@ class RunConsole:
             saved: the checkpoint after that step; None if the run saves none.
         """
         if step == first_step:
-            self.say(f"interrupted before step {step + 1}; start it again to go on")
+            self.say(f"interrupted before step {step + 1}; start it again to continue")
         elif saved is not None:
-            self.say(f"interrupted after step {step}: saved as {saved}; start it again to go on")
+            self.say(f"interrupted after step {step}: saved as {saved}; start it again to continue")
         else:
             self.say(f"interrupted after step {step}; checkpoint.every=0, so nothing was saved")
 

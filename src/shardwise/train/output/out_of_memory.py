@@ -44,7 +44,7 @@ def explained(
         lines += _table(Evaluator(source_of(config, text))(job), held)
     except UserError as failure:  # without a plan, the rest is still worth reading
         lines += [*_table(None, held), f"no plan for this run: {failure}"]
-    return OutOfMemory("\n".join([*lines, f"Ways out: {', '.join(_ways_out(config))}"]))
+    return OutOfMemory("\n".join([*lines, f"To use less memory: {', '.join(_ways_out(config))}"]))
 
 
 def _ways_out(config: Config) -> Iterator[str]:

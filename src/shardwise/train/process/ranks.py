@@ -146,8 +146,8 @@ def _refuse_shared_device(ranks: Ranks) -> None:
         owner = owners.setdefault((host, identity), rank)
         if owner != rank:
             raise MeshError(
-                f"ranks {owner} and {rank} have the same device, {identity} of {host}: have each rank of a host see "
-                "one of its own (CUDA_VISIBLE_DEVICES), or all ranks see all of them"
+                f"ranks {owner} and {rank} have the same device, {identity} of {host}: let each rank of a host "
+                "see one device of its own (CUDA_VISIBLE_DEVICES), or let all ranks see all of them"
             )
 
 

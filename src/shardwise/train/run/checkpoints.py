@@ -57,8 +57,9 @@ class Resumed:
             yield
         except ConfigError as error:
             raise ConfigError(
-                f"{self.path} was saved with other data, or another data.seed: {error} (data.source="
-                f"{data.source!r}, data.seq_len={data.seq_len}): set them back, or set log.name to train anew"
+                f"{self.path} was saved with other data or another data.seed: {error} "
+                f"(data.source={data.source!r}, data.seq_len={data.seq_len}): set them back, or set log.name to "
+                "train anew"
             ) from None
 
 
@@ -187,8 +188,9 @@ class KeptCheckpoints:
         newest = max(self.on_first(f"{self.directory} cannot be read", self.committed), default=0)
         if newest > step:
             raise ConfigError(
-                f"checkpoint.resume={self.config.resume!r} is at step {step} and the run has {self.path(newest)}: "
-                "leave checkpoint.resume out to go on from there, move it away, or set log.name to train on beside it"
+                f"checkpoint.resume={self.config.resume!r} is at step {step}, but the run has "
+                f"{self.path(newest)}: leave checkpoint.resume out to continue from the newest, move the newest "
+                "away, or set log.name to train in another directory"
             )
 
     def committed(self) -> list[int]:
@@ -205,7 +207,8 @@ class KeptCheckpoints:
             manifest.verify(self.path(step))
         except UnreadableError as error:
             raise UnreadableError(
-                f"{error}: start the run again when it can be, or move {self.path(step)} away to go on without it"
+                f"{error}: start the run again when the checkpoint can be read, or move {self.path(step)} away "
+                "to continue without it"
             ) from error
         except CheckpointError:
             return False
@@ -218,8 +221,8 @@ def why_finished(directory: RunDirectory, config: Config) -> str:
         return ""
     done = f"{directory.path} is finished: the model is in {directory.final}"
     if config.train.steps <= (taken := directory.steps_taken):
-        return f"{done}; set log.name to train anew, or train.steps above {taken} to go on"
+        return f"{done}; to train anew, set log.name; to continue, set train.steps above {taken}"
     if config.checkpoint.resume == "auto" and commit.latest(directory.path) is None:
         asked = f"train.steps={config.train.steps}"
-        return f"{done}, and there is no checkpoint from which to go on to {asked}; set log.name to train anew"
+        return f"{done}, and there is no checkpoint from which to continue to {asked}; set log.name to train anew"
     return ""

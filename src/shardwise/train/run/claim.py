@@ -72,9 +72,10 @@ def _lock(fd: int, path: Path, say: Callable[[str], None]) -> None:
     except BlockingIOError:
         holder = os.pread(fd, 512, 0).decode(errors="replace") or "another process"
         raise ConfigError(
-            f"{path.parent} is being written by {holder}: wait for it, stop it, or set log.name to train beside it"
+            f"{path.parent} is being written by {holder}: wait for it, stop it, or set log.name to train in "
+            "another directory"
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        say(f"{path.parent} is on storage without locks: a second launch into it would not be noticed")
+        say(f"{path.parent} is on storage without locks: a second run that writes there would not be noticed")

@@ -143,6 +143,6 @@ def _step(line: bytes, where: str) -> int:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{where}: no JSON object with a step ({type(error).__name__}: {error}); remove the line, or move the file "
-            "away, and start again"
+            f"{where}: is not a JSON object with a step ({type(error).__name__}: {error}); remove the line, or "
+            "move the file away, and start again"
         ) from None

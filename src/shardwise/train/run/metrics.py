@@ -104,7 +104,7 @@ def open_writer(directory: RunDirectory, config: Config, first_step: int, say: C
         say: called with a line if metrics of an unfinished run are dropped.
     """
     if directory.begin(config, first_step):
-        say(f"{directory.path} held a run that had not finished: it starts again")
+        say(f"{directory.path} held a run that had not finished: it starts again from the beginning")
     board = directory.tensorboard if config.log.tensorboard else None
     return MetricsWriter(directory.metrics, directory.evaluations, config.log.every, board)
 

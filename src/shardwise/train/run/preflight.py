@@ -16,7 +16,7 @@ from shardwise.train.data.early import check_data, check_model
 DEFAULT_CPU_RANKS = 2
 _RANK_BYTES = 200 * 2**20
 """Memory that a CPU rank takes before it has a model."""
-_NO_HUB = "; name a directory of this machine: nothing is downloaded from a hub"
+_NO_HUB = "; name a directory of this machine, because nothing is downloaded from a hub"
 
 
 def check(config: Config, gpus: int) -> Config:
@@ -42,13 +42,13 @@ def check_wishes(config: Config) -> None:
     setting is silently ignored."""
     if config.model.dtype == "fp16":
         raise ConfigError(
-            'model.dtype="fp16" would update the weights in fp16, which loses small steps; '
-            'set model.dtype="fp32" and parallel.param_dtype="fp16"'
+            'model.dtype="fp16" would update the weights in fp16, which loses small steps; set '
+            'model.dtype="fp32" and parallel.param_dtype="fp16"'
         )
     if config.train.eval_every and not config.data.eval_fraction:
         raise ConfigError(
-            f"train.eval_every={config.train.eval_every} and data.eval_fraction=0 leaves nothing to evaluate on: raise "
-            "eval_fraction, or set eval_every=0"
+            f"train.eval_every={config.train.eval_every} with data.eval_fraction=0 leaves nothing to evaluate "
+            "on: raise eval_fraction, or set eval_every=0"
         )
     if config.lora.r and find_spec("peft") is None:
         raise ConfigError(f"lora.r={config.lora.r} needs PEFT, which is not installed: pip install peft")
@@ -65,7 +65,9 @@ def crowding(config: Config, gpus: int) -> str | None:
     cores = cores or os.cpu_count() or 1
     if gpus or not isinstance(ranks, int) or ranks <= cores:
         return None
-    return f"parallel.ranks={ranks} on {cores} core{'s' if cores > 1 else ''}: the ranks take turns, and start slowly"
+    return (
+        f"parallel.ranks={ranks} on {cores} core{'s' if cores > 1 else ''}: the ranks share the cores, and start slowly"
+    )
 
 
 def check_devices(local_ranks: int, gpus: int) -> None:
@@ -98,8 +100,8 @@ def _check_memory(ranks: int) -> None:
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if ranks * _RANK_BYTES > total_bytes:
         raise MeshError(
-            f"parallel.ranks={ranks}: a CPU rank takes {_RANK_BYTES // 2**20} MiB before it has a model, and this "
-            f"machine has {total_bytes // 2**20:,} MiB; ask for fewer"
+            f"parallel.ranks={ranks}: a CPU rank needs {_RANK_BYTES // 2**20} MiB before it has a model, but "
+            f"this machine has {total_bytes // 2**20:,} MiB; use fewer ranks"
         )
 
 
@@ -111,12 +113,12 @@ def _check_files(config: Config) -> None:
         named["checkpoint.resume"] = config.checkpoint.resume
     for key, name in named.items():
         if name == UNSET and not Path(name).exists():
-            raise ConfigError(f"{key} is not set: name the model, such as {key}=models/my-model")
+            raise ConfigError(f"{key} is not set: set it to the model, such as {key}=models/my-model")
         if name is not None:
             with reading(key, name):
                 if not _is_there(key, name):
                     hint = nearest_path(Path(name)) or ("" if key == "checkpoint.resume" else _NO_HUB)
-                    raise ConfigError(f"{key}={name!r}: nothing is there{hint}")
+                    raise ConfigError(f"{key}={name!r}: no such file or directory{hint}")
     if config.parallel.hardware is not None:
         find_device(config.parallel.hardware)
     check_data(config.data)

@@ -66,10 +66,13 @@ def test_a_forecast_of_a_peer_sends_and_gathers_less() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ({"float8": "compute"}, "engine 'shardwise' computes in no 8 bits yet; leave it out"),
-        ({"float8": "gathers", "engine": "deepspeed"}, "engine 'deepspeed' gathers no 8 bits; use 'compute'"),
-        ({"float8": "all", "engine": "fsdp2"}, "float8='all': one of compute, gathers, or None"),
-        ({"float8": "compute", "engine": "fsdp2", "gpu": "a100-sxm-80gb"}, "A100.* has no 8-bit products"),
+        ({"float8": "compute"}, "engine 'shardwise' does not compute in 8 bits yet; leave it out"),
+        (
+            {"float8": "gathers", "engine": "deepspeed"},
+            "engine 'deepspeed' cannot gather in 8 bits; use float8='compute'",
+        ),
+        ({"float8": "all", "engine": "fsdp2"}, "float8='all': must be one of compute, gathers, or None"),
+        ({"float8": "compute", "engine": "fsdp2", "gpu": "a100-sxm-80gb"}, "A100.* has no 8-bit matrix products"),
     ],
 )
 def test_what_cannot_be_is_told(arguments: dict[str, str], line: str) -> None:

@@ -183,9 +183,9 @@ def test_autocast_keeps_a_cast_copy_of_every_weight() -> None:
 
 
 def test_autocast_is_for_peers() -> None:
-    with pytest.raises(ConfigError, match="engine 'shardwise' computes in precision="):
+    with pytest.raises(ConfigError, match="engine 'shardwise' has no autocast; use precision="):
         Job(autocast="bf16")
-    with pytest.raises(ConfigError, match="autocast='fp32': one of bf16, fp16, or None"):
+    with pytest.raises(ConfigError, match="autocast='fp32': must be one of bf16, fp16, or None"):
         Job(autocast="fp32", engine="fsdp1")
 
 
