@@ -1,6 +1,6 @@
-"""What sharding does to a JAX training step, shown: python examples/jax_sharding.py
+"""Shows what sharding does to a JAX training step: python examples/jax_sharding.py
 
-Runs on the accelerators that are there, else on eight devices of the host. Each part prints what it is about to show.
+Runs on the available accelerators, otherwise on eight CPU devices. Each part first prints what it will show.
 Needs the extra `jax`: pip install 'shardwise[jax]'.
 """
 
@@ -47,19 +47,19 @@ class Model(nnx.Module):
 
 
 def loss_fn(model: Model, tokens: jax.Array, rng: jax.Array) -> tuple[jax.Array, int]:
-    """The sum of the losses of all targets, and how many there are."""
+    """Return the sum of the losses of all targets, and the number of targets."""
     losses = optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:])
     return losses.sum(), losses.size
 
 
 def say(text: str) -> None:
-    """A heading."""
+    """Print a heading."""
     print(f"\n--- {text}\n")
 
 
 def main() -> None:
-    """Everything, in order."""
-    mesh = swj.mesh()  # all devices along fsdp: parameters are cut over them, and so are the rows of a batch
+    """Run all parts in order."""
+    mesh = swj.mesh()  # all devices along fsdp: parameters and the rows of a batch are cut over them
     say(f"A mesh of {mesh.size} {jax.default_backend()} devices: {dict(mesh.shape)}")
 
     model = swj.init(lambda key: Model(nnx.Rngs(key)), mesh)(jax.random.key(0))
@@ -70,7 +70,7 @@ def main() -> None:
     say("Which device has which part of a kernel of shape (128, 512): its columns are dealt out")
     swj.describe(state).picture("params.blocks.0.up.kernel")
 
-    batch = jax.ShapeDtypeStruct((ROWS * mesh.size, LENGTH), jnp.int32)  # no data is needed to ask
+    batch = jax.ShapeDtypeStruct((ROWS * mesh.size, LENGTH), jnp.int32)  # compiling needs no data
     compiled = step.lower(state, batch).compile()
     say("The memory of one step. Without sharding, every device would have the column 'whole'")
     print(swj.memory(compiled))

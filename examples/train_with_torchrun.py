@@ -1,7 +1,7 @@
-"""A whole training script, sharded: torchrun --nproc-per-node 2 examples/train_with_torchrun.py
+"""A complete sharded training script: torchrun --nproc-per-node 2 examples/train_with_torchrun.py
 
-Runs on the GPUs that are there, else on the CPU. Stop it whenever you like and start it again, with another number of
-ranks too: it goes on from its last checkpoint. Lines that a script for one device would not have end in `# shardwise`.
+Runs on the available GPUs, otherwise on the CPU. Stop it at any time and start it again, also with another number of
+ranks: it resumes from its last checkpoint. Lines that a script for one device would not have end in `# shardwise`.
 """
 
 import os
@@ -19,7 +19,7 @@ RUN = Path("runs/torchrun-example")
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each around a residual."""
+    """Attention and an MLP, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (rows, length, width), and so is what comes back."""
+        """x and the result: (rows, length, width)."""
         qkv = self.qkv(self.norm_attention(x)).unflatten(-1, (3, 4, WIDTH // 4))  # (rows, length, 3, heads, head width)
         q, k, v = qkv.movedim(2, 0).transpose(2, 3)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 def batch(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """This rank's rows of a step: numbers that grow by three. Inputs and targets, (rows, length) each."""
+    """Return this rank's rows of a step, numbers that grow by three: inputs and targets, each (rows, length)."""
     generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
     starts = torch.randint(VOCAB, (ROWS, 1), generator=generator)
     tokens = ((starts + 3 * torch.arange(LENGTH + 1)) % VOCAB).to(device)
@@ -61,15 +61,15 @@ def batch(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    """Train to STEPS, with a checkpoint every 20 of them."""
+    """Train for STEPS steps, with a checkpoint every 20 steps."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
 
-    torch.manual_seed(0)  # the numbers of a build on one device, at any number of ranks
-    with torch.device("meta"):  # nobody ever holds the whole model  # shardwise
+    torch.manual_seed(0)  # the initial numbers of a build on one device, at any number of ranks
+    with torch.device("meta"):  # no rank ever holds the whole model  # shardwise
         model = Model()
     precision = sw.Precision(param="bf16", reduce="fp32") if on_gpu else None  # shardwise
     sw.shard(model, "full_shard", precision=precision)  # blocks become units  # shardwise
@@ -78,14 +78,14 @@ def main() -> None:
     step = 0
     if (last := sw.checkpoint.latest(RUN)) is not None:  # shardwise
         step = sw.checkpoint.load(last, model, optimizer).step  # shardwise
-    held = sw.memory(model)  # every rank calls: it allocates what a step needs  # shardwise
+    held = sw.memory(model)  # every rank must call it: it allocates what a step needs  # shardwise
     if dist.get_rank() == 0:
         print(f"from step {step}\n{held}")
     while step < STEPS:
         tokens, targets = batch(step, device)
         loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of all ranks' pieces
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm over all ranks
         optimizer.step()
         optimizer.zero_grad()
         step += 1
@@ -94,7 +94,7 @@ def main() -> None:
         if step % 20 == 0:
             sw.checkpoint.save(RUN / f"step-{step:06d}", model, optimizer, step=step)  # shardwise
 
-    weights = sw.full_state_dict(model)  # every rank calls, rank 0 gets them  # shardwise
+    weights = sw.full_state_dict(model)  # every rank must call it; rank 0 gets them  # shardwise
     if dist.get_rank() == 0:
         torch.save(weights, RUN / "weights.pt")
         print(f"weights for one device: {RUN / 'weights.pt'}")
