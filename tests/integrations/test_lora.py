@@ -154,7 +154,7 @@ def test_a_peft_model_reads_its_base_and_saves_its_adapter(tmp_path: Path) -> No
     assert all(torch.equal(ours[k], theirs[k]) == ("lora_" in k or "norm" in k) for k in ours)
     loaded = peft.PeftModel.from_pretrained(llama(seed=3), tmp_path / "adapter")
     same(dict(loaded.state_dict()), ours)
-    with pytest.raises(UsageError, match="0 adapters"):
+    with pytest.raises(UsageError, match="0 PEFT adapters"):
         sw.checkpoint.save(tmp_path / "none", sw.shard(llama()), adapter=True)
 
 
