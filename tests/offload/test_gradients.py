@@ -495,7 +495,7 @@ def test_a_larger_unit_that_trains_later() -> None:
 
 @on_ranks(1)
 def test_where_they_cannot_lie() -> None:
-    with pytest.raises(ConfigError, match=r"offload.gradients='nvme': None or 'cpu'"):
+    with pytest.raises(ConfigError, match=r"offload.gradients='nvme': must be None or 'cpu'"):
         sw.Offload(gradients="nvme", path="x")
     with played():
         model = sw.shard(Net(), offload=sw.Offload(pin=False, **ALONE))
