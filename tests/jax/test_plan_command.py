@@ -82,7 +82,10 @@ def test_the_page_has_the_table_and_what_each_program_holds(planned: dict[str, A
         (["--seq-len", "512,1024"], "--seq-len 512,1024: must be a single length with --backend jax"),
     ],
 )
-def test_mistakes_are_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert run(["plan", "gpt2", "--backend", "jax", *options]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(f"error: {said}")
