@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "src" / "shardwise"
 
 # What each package may import besides itself. Packages of one layer may not import each other.
 LAYERS = [
-    {"accelerators", "errors", "liveness", "suggest", "tables"},
+    {"accelerators", "cores", "errors", "liveness", "suggest", "tables"},
     {"layout", "policy", "foreign", "together"},
     {"comm", "files"},
     {"sharded"},
@@ -61,7 +61,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "cli": {"process": set(), ".": {"process"}},
 }
-NO_TORCH = {"errors", "liveness", "suggest", "tables", "layout", "policy", "foreign", "together", "files", "jax"}
+NO_TORCH = {"cores", "errors", "liveness", "suggest", "tables", "layout", "policy", "foreign", "together", "files", "jax"}
 TOP = "the package itself"
 
 

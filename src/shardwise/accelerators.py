@@ -139,6 +139,11 @@ def wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def wait_for(event: torch.Event) -> None:
+    """Wait until the event has completed."""
+    event.synchronize()
+
+
 def wait_on_thread(event: torch.Event, device: torch.device) -> None:
     """Wait until the event has completed. For a thread that does nothing else: it sleeps between queries, because
     torch's own wait keeps a core busy."""

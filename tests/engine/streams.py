@@ -43,6 +43,7 @@ from shardwise.engine import mesh as mesh_module
 from shardwise.files.scratch_file import ScratchFile
 from shardwise.files.thread_pool import ThreadPool
 from shardwise.offload import disk as disk_module
+from shardwise.offload import host_step, state_store
 from shardwise.sharded.parameter import ShardedParameter
 
 # Inside `played`, the functions of `torch.distributed` are replaced by watched ones.
@@ -70,6 +71,9 @@ class Event:
     def query(self) -> bool:
         self.order.waited(self.clock)
         return True
+
+    def synchronize(self) -> None:
+        self.order.waited(self.clock)
 
 
 class Stream:
@@ -249,6 +253,11 @@ class Order(TorchDispatchMode):
             if storage in self._watches:
                 self._enter(storage, Access(self.host, time, 0, data.nbytes, reads, what))
 
+    @contextmanager
+    def on_host(self, threads: int) -> Iterator[None]:
+        with self.stream(self.host):
+            yield
+
     # What stands for a device and c10d --------------------------------------------------------------------------
 
     @contextmanager
@@ -416,6 +425,8 @@ def played(slow_disk: bool = True, **options: Any) -> Iterator[Order]:
         mock.patch.object(accelerators, "current_stream", order.current_stream),
         mock.patch.object(accelerators, "has_memory", return_value=True),
         mock.patch.object(accelerators, "wait", order.wait),
+        mock.patch.object(host_step, "on_host", order.on_host),
+        mock.patch.object(state_store, "on_host", order.on_host),
         _threads(order, slow_disk),
         order,
     ):

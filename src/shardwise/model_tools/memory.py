@@ -89,7 +89,9 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
         "grad_shards": _held_bytes(group.gradients.flat for group in groups if group.gradients.flat is not None)
         + sum(store.ring_bytes for store in gradient_stores(engine)),
         "reduce_slots": engine.reducer.slots.total_bytes + sum(a.nbytes for a in aparts if a is not None),
-        "optimizer": _held_bytes(_optimizer_state(engine)) + sum(store.ring_bytes for store in stores),
+        "optimizer": _held_bytes(_optimizer_state(engine)) + sum(store.ring_bytes for store in stores)
+        if engine.root.host_step is None
+        else 0,
         "buffers": _held_bytes(model.buffers()),
         "temporaries": engine.reducer.scratch_bytes
         + sum(group.scratch_bytes for group in engine.mesh.groups)

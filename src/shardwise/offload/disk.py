@@ -131,6 +131,9 @@ class Disk:
 
     # Failures ---------------------------------------------------------------------------------------------------------
 
+    def in_host_memory(self, start: int, nbytes: int) -> None:
+        """See `Medium`."""
+
     def check(self) -> None:
         """Raise UsageError if an earlier read or write of the file failed."""
         if self._failure is not None:

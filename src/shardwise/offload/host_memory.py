@@ -146,6 +146,16 @@ class HostMemory:
         for stream in (self._inward, self._outward):
             stream.wait_event(written)
 
+    def in_host_memory(self, start: int, nbytes: int) -> Tensor | None:
+        """See `Medium`."""
+        for copied in (self._written.get(start), self._read.get(start)):
+            if copied is not None:
+                accelerators.wait_for(copied)
+        index = bisect_right(self._starts, start) - 1
+        offset = start - self._starts[index]
+        memory = self._segments[index].memory[offset : offset + nbytes]
+        return memory if memory.numel() == nbytes else None
+
     def check(self) -> None:
         """Do nothing: memory does not fail."""
 

@@ -67,6 +67,10 @@ class Medium(Protocol):
     def settle(self) -> None:
         """Bring everything that `write_from` wrote onto the medium."""
 
+    def in_host_memory(self, start: int, nbytes: int) -> Tensor | None:
+        """Return the medium's own memory from byte `start` on, 1-D uint8, once nothing is copied to or from it, so that
+        the host may read and write it. Waits for the device. None if the medium is not host memory."""
+
     def check(self) -> None:
         """Raise UsageError if an earlier read or write is known to have failed."""
 

@@ -172,6 +172,15 @@ class SliceHome:
             raise
         self._under_way = None
 
+    def in_host_memory(self) -> Tensor | None:
+        """See `Home`."""
+        self.leave()
+        self.finish()
+        if self.state is not HomeState.RESTING:  # somebody holds a view of the buffer
+            return None
+        memory = self.store.medium.in_host_memory(self.start, self.numel * self.dtype.itemsize)
+        return None if memory is None else memory.view(self.dtype)
+
     # Going ------------------------------------------------------------------------------------------------------------
 
     def note_write(self) -> None:

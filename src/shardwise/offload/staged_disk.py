@@ -213,6 +213,9 @@ class StagedDisk:
 
     # Failures ---------------------------------------------------------------------------------------------------------
 
+    def in_host_memory(self, start: int, nbytes: int) -> None:
+        """See `Medium`."""
+
     def check(self) -> None:
         """See `Medium`. Failures of transfers under way may not be known yet."""
         self._disk.check()

@@ -8,14 +8,16 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise import accelerators
 from shardwise.errors import ConfigError, UsageError, one_line
 from shardwise.offload.freed_memory import give_back_freed
+from shardwise.offload.host_step import HostStep, fair_share, on_host
 from shardwise.offload.medium import Medium, Transfer
 from shardwise.offload.portions import BUFFERS, Kept, Portion, portions_of, ring_bytes_for
 from shardwise.offload.resting_state import RestingState
@@ -30,8 +32,10 @@ State = dict[ShardedParameter, dict[str, Any]]
 class StateStore:
     """The optimizer state of all units that one `sw.shard` call made. Does not communicate."""
 
-    def __init__(self, medium: Medium, ring_bytes: int | None) -> None:
+    def __init__(self, medium: Medium, ring_bytes: int | None, host: HostStep | None = None) -> None:
+        """`host`: takes the steps, if the host does; the ring is then in host memory."""
         self.medium = medium
+        self._host = host
         self._asked_bytes = ring_bytes
         self._buffers: list[Tensor] = []
         self._rooms: weakref.WeakKeyDictionary[Optimizer, StateRoom] = weakref.WeakKeyDictionary()
@@ -42,7 +46,7 @@ class StateStore:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of the ring, in the memory of the computing device."""
+        """Bytes of the ring, in the memory of the processor that takes the steps."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     # Room -------------------------------------------------------------------------------------------------------------
@@ -95,7 +99,8 @@ class StateStore:
         """Return the stand-in for a state tensor of the parameter, or None if no room was taken for it."""
         room = self._rooms[optimizer]
         place = room.place(parameter, name)
-        return None if place is None else RestingState(place[1], parameter.device, room, place[0])
+        device = parameter.device if self._host is None else accelerators.CPU
+        return None if place is None else RestingState(place[1], device, room, place[0])
 
     # Failures ---------------------------------------------------------------------------------------------------------
 
@@ -139,7 +144,8 @@ class StateStore:
             for portion in order:
                 while ring.has_free and (coming := next(ahead, None)) is not None:
                     ring.begin_read(coming, self._is_in_store(optimizer, coming))
-                    have_read_ahead(coming.parameters)
+                    if self._host is None:
+                        have_read_ahead(coming.parameters)
                 is_first = not self._is_in_store(optimizer, portion)
                 buffer = ring.wait_for_read()
                 self._step_portion(optimizer, portion, wanted[portion], buffer)
@@ -148,6 +154,8 @@ class StateStore:
                     give_back_freed()
         finally:
             ring.finish()
+            if self._host is not None:
+                self._host.finish()
 
     def _is_in_store(self, optimizer: Optimizer, portion: Portion) -> bool:
         """Whether any of the portion's state is in this store. Before a first step there is none to read."""
@@ -175,13 +183,19 @@ class StateStore:
                     state[parameter][name] = ShardedParameter(views[parameter, name], value.placement)
                 else:
                     state[parameter][name] = value.in_memory() if isinstance(value, RestingState) else value
-        selected = [[p for p in group["params"] if p in wanted] for group in optimizer.param_groups]
-        step_some(optimizer, selected, state)
-        for parameter in wanted:
-            optimizer.state[parameter] = {
-                name: self._kept(optimizer, parameter, name, value, views.get((parameter, name)))
-                for name, value in state[parameter].items()
-            }
+        if self._host is None:
+            selected = [[p for p in group["params"] if p in wanted] for group in optimizer.param_groups]
+            step_some(optimizer, selected, state)
+        else:
+            parameters = list(wanted)
+            self._host.bring(parameters)
+            self._host.step_some(optimizer, parameters, state)
+        with nullcontext() if self._host is None else on_host(fair_share()):
+            for parameter in wanted:
+                optimizer.state[parameter] = {
+                    name: self._kept(optimizer, parameter, name, value, views.get((parameter, name)))
+                    for name, value in state[parameter].items()
+                }
 
     def _kept(
         self, optimizer: Optimizer, parameter: ShardedParameter, name: str, value: Any, view: Tensor | None

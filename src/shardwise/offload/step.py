@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.comm.protocol import Collectives
+from shardwise.offload.host_step import HostStep
 from shardwise.offload.shard_store import BUFFERS, homes_for_step
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.together import together
@@ -30,11 +31,11 @@ def step_with_stores(optimizer: Optimizer, selected: Sequence[Sequence[Tensor]])
         for store in stores:
             store.check(optimizer)
             store.prepare(optimizer)
-    stored: dict[StateStore, list[ShardedParameter]] = {}
+    stored: dict[StateStore | HostStep, list[ShardedParameter]] = {}
     resting: dict[tuple[Home, ...], list[list[Tensor]]] = {}
     for number, some in enumerate(selected):
         for parameter in some:
-            own = store_of(parameter)
+            own: StateStore | HostStep | None = store_of(parameter) or host_step_of(parameter)
             if own is None:
                 homes = homes_for_step(parameter)
                 resting.setdefault(homes, [[] for _ in optimizer.param_groups])[number].append(parameter)
@@ -43,8 +44,8 @@ def step_with_stores(optimizer: Optimizer, selected: Sequence[Sequence[Tensor]])
                 stored.setdefault(own, []).append(parameter)
     with together(groups, _STEP):
         _step_by_homes(optimizer, resting)
-        for store, parameters in stored.items():
-            store.step(optimizer, parameters)
+        for stepping, parameters in stored.items():
+            stepping.step(optimizer, parameters)
 
 
 def _step_by_homes(optimizer: Optimizer, by_homes: Mapping[tuple[Home, ...], list[list[Tensor]]]) -> None:
@@ -60,6 +61,12 @@ def store_of(parameter: Tensor) -> StateStore | None:
     """Return the store that keeps the parameter's state, or None if the state is where the optimizer put it."""
     unit = parameter.unit if isinstance(parameter, ShardedParameter) else None
     return None if unit is None else unit.states
+
+
+def host_step_of(parameter: Tensor) -> HostStep | None:
+    """Return what takes the parameter's step on the host, or None if the device does."""
+    unit = parameter.unit if isinstance(parameter, ShardedParameter) else None
+    return None if unit is None else unit.host_step
 
 
 def stores_of(optimizer: Optimizer) -> list[StateStore]:

@@ -1,4 +1,5 @@
-"""The stores of one `sw.shard` call: for optimizer state, weights and gradients that do not stay on the device."""
+"""The stores of one `sw.shard` call, for optimizer state, weights and gradients that do not stay on the device; and its
+optimizers' step on the host."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from shardwise import accelerators
 from shardwise.offload.disk import Disk
 from shardwise.offload.host_memory import HostMemory
+from shardwise.offload.host_step import HostStep
 from shardwise.offload.medium import Medium
 from shardwise.offload.shard_store import ShardStore
 from shardwise.offload.slice_home import SliceHome
@@ -24,6 +26,8 @@ class Stores(NamedTuple):
     states: StateStore | None = None
     shards: ShardStore | None = None
     gradients: ShardStore | None = None
+    host_step: HostStep | None = None
+    """Takes optimizers' steps on the host. None: the device does."""
 
     @classmethod
     def of(cls, offload: Offload | None, device: torch.device) -> Stores:
@@ -41,12 +45,21 @@ class Stores(NamedTuple):
                 return HostMemory(device, what, offload.pin)
             return None
 
-        states, shards = medium(offload.optimizer, "optimizer state"), medium(offload.params, "weights")
-        gradients = medium(offload.gradients, "gradients")
+        shards, gradients = medium(offload.params, "weights"), medium(offload.gradients, "gradients")
+        on_host = offload.step == "cpu" and accelerators.has_memory(device)
+        host_step = HostStep(device, offload.pin) if on_host else None
+        states: Medium | None
+        if host_step is None:
+            states = medium(offload.optimizer, "optimizer state")
+        else:  # its state need not reach the device
+            states = (
+                Disk(Path(offload.path), "optimizer state") if offload.optimizer == "nvme" and offload.path else None
+            )
         return cls(
-            None if states is None else StateStore(states, offload.ring_bytes),
+            None if states is None else StateStore(states, offload.ring_bytes, host_step),
             None if shards is None else ShardStore(shards),
             None if gradients is None else ShardStore(gradients),
+            host_step,
         )
 
     def home_of_shard(self, numel: int, dtype: torch.dtype) -> SliceHome | None:

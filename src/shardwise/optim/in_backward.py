@@ -86,7 +86,6 @@ def _keep_here(units: Iterable[Unit]) -> None:
             if group.gradients.store is not None:
                 stores[group.gradients.store] = None
                 group.gradients.stay()
-        unit.rests_elsewhere = unit.states is not None or any(group.home is not None for group in unit.groups)
     for store in stores:
         store.release()
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 
-PLACES = {"params": ("cpu", "nvme"), "optimizer": ("cpu", "nvme"), "gradients": ("cpu",)}
-"""By kind of tensor: where it may rest other than on the device."""
+PLACES = {"params": ("cpu", "nvme"), "optimizer": ("cpu", "nvme"), "gradients": ("cpu",), "step": ("cpu",)}
+"""By kind of tensor: where it may rest other than on the device; and where the optimizer may step other than there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,10 @@ class Offload:
     """Where reduced gradients rest until the step. None: on the device. "cpu": in host memory, which on CPU ranks is
     the same; then the device holds buffers of four times the largest unit's slice. Without effect where the optimizer
     steps in backward."""
+    step: str | None = None
+    """Which processor takes the optimizer's step. None: the device, to which everything offloaded is copied for it.
+    "cpu": the host, with this rank's share of its cores and torch's fused kernels; then state never leaves the host,
+    nor do weights and gradients that rest in its memory. Needs `optimizer`. On CPU ranks it is the same."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -49,6 +53,11 @@ def check(asked: Any) -> None:
         if place is not None and place not in possible:
             *others, last = (repr(name) for name in (None, *possible))
             raise ConfigError(f"offload.{kind}={place!r}: must be {', '.join(others)} or {last}")
+    if asked.step is not None and asked.optimizer is None:
+        raise ConfigError(
+            f"offload.step={asked.step!r} steps with state that rests on the host: set offload.optimizer='cpu' (or "
+            "'nvme') as well, or leave offload.step out"
+        )
     ring = asked.ring_bytes
     if ring is not None and (isinstance(ring, bool) or not isinstance(ring, int) or ring < 1):
         raise ConfigError(f"offload.ring_bytes={ring!r}: must be a number of bytes, at least 1")

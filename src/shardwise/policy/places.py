@@ -29,6 +29,8 @@ class Places:
     """Size of the ring on a rank's device through which optimizer state passes in its step. None: the default."""
     gradients: str | None = None
     """Where reduced gradients rest: None or "cpu"."""
+    step: str | None = None
+    """Which processor takes the optimizer's step: None (the device) or "cpu"."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -43,7 +45,7 @@ class Places:
         if isinstance(asked, str):
             asked = dict.fromkeys(_ALONE, asked) if asked in PLACES["params"] else _entries(asked)
         if isinstance(asked, Places | Offload):
-            found = cls(asked.params, asked.optimizer, asked.ring_bytes, asked.gradients)
+            found = cls(asked.params, asked.optimizer, asked.ring_bytes, asked.gradients, asked.step)
         elif isinstance(asked, Mapping):
             check_names("offload", asked, [field.name for field in fields(cls)])
             found = cls(**{name: None if place == _NONE else place for name, place in asked.items()})
@@ -66,9 +68,9 @@ class Places:
 def _entries(words: str) -> dict[str, object]:
     found: dict[str, object] = {}
     refusal = (
-        f"offload={words!r}: must be params=PLACE, optimizer=PLACE, gradients=PLACE, or several of them "
-        "separated by commas; PLACE is cpu, nvme or none, and for gradients cpu or none; or cpu or nvme alone, which "
-        "is for params and optimizer"
+        f"offload={words!r}: must be params=PLACE, optimizer=PLACE, gradients=PLACE, step=PLACE, or several of them "
+        "separated by commas; PLACE is cpu, nvme or none, and for gradients and step cpu or none; or cpu or nvme "
+        "alone, which is for params and optimizer"
     )
     for name, place in entries(words, refusal):
         if name in _RING:

@@ -49,9 +49,13 @@ class Owner(Protocol):
     states: Any
     """Where the optimizer state of its parameters rests on a medium (`offload.StateStore`), or None."""
 
+    host_step: Any
+    """What takes its parameters' optimizer steps on the host (`offload.HostStep`), or None if the device does."""
+
     @property
     def rests_elsewhere(self) -> bool:
-        """Whether its parameters, their gradients or their optimizer state rest on a medium between uses."""
+        """Whether its parameters, their gradients or their optimizer state rest elsewhere than on the device between
+        uses."""
 
     @property
     def is_running(self) -> bool:
@@ -96,6 +100,10 @@ class Home(Protocol):
 
     def lend(self) -> Tensor:
         """Like `flat`, but every write is kept."""
+
+    def in_host_memory(self) -> Tensor | None:
+        """Return the memory where the slice rests, 1-D, to read and write before the slice is loaded again; waits for
+        the device. None if it does not rest in host memory now. Writes must be told by `note_write`."""
 
     def read_ahead(self) -> None:
         """Begin to load the slice, which will be needed soon."""

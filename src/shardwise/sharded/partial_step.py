@@ -32,18 +32,25 @@ def is_view(optimizer: Optimizer) -> bool:
 
 
 def view_of(
-    optimizer: Optimizer, selected: Sequence[Sequence[Tensor]], state: MutableMapping[Any, Any] | None = None
+    optimizer: Optimizer,
+    selected: Sequence[Sequence[Tensor]],
+    state: MutableMapping[Any, Any] | None = None,
+    twins: Mapping[Tensor, Tensor] | None = None,
 ) -> Optimizer:
     """Return an optimizer of the same class and attributes with some of the parameters and no hooks on its step.
 
     Args:
         selected: the view's parameters, by group; groups keep their position.
-        state: the view's state; default: the optimizer's own.
+        state: the view's state, by the parameters that it steps; default: the optimizer's own.
+        twins: the tensors that the view steps in place of the selected ones; default: those themselves.
     """
+    own = {} if twins is None else twins
     view: Optimizer = object.__new__(type(optimizer))
     view.__dict__.update(
         optimizer.__dict__,
-        param_groups=[_narrowed(group, some) for group, some in zip(optimizer.param_groups, selected, strict=True)],
+        param_groups=[
+            _narrowed(group, some, own) for group, some in zip(optimizer.param_groups, selected, strict=True)
+        ],
         state=optimizer.state if state is None else state,
         _optimizer_step_pre_hooks=OrderedDict(),
         _optimizer_step_post_hooks=OrderedDict(),
@@ -52,8 +59,8 @@ def view_of(
     return view
 
 
-def _narrowed(group: dict[str, Any], some: Sequence[Tensor]) -> dict[str, Any]:
-    narrowed = {**group, "params": list(some)}
+def _narrowed(group: dict[str, Any], some: Sequence[Tensor], twins: Mapping[Tensor, Tensor]) -> dict[str, Any]:
+    narrowed = {**group, "params": [twins.get(parameter, parameter) for parameter in some]}
     if _NAMES in group:
         names = {id(p): name for p, name in zip(group["params"], group[_NAMES], strict=True)}
         narrowed[_NAMES] = [names.get(id(parameter), "") for parameter in some]
@@ -68,26 +75,32 @@ def hollow(optimizer: Optimizer) -> Optimizer:
 def step_some(
     optimizer: Optimizer, selected: Sequence[Sequence[Tensor]], state: MutableMapping[Any, Any] | None = None
 ) -> None:
-    """Take the optimizer's step for some of its parameters. No communication; no hooks on the step run.
-
-    Raises UsageError, after the step, for an optimizer that keeps counters or other state anywhere but by parameter.
-    """
-    view = view_of(optimizer, selected, state)
-    step = type(optimizer).step
-    getattr(step, "__wrapped__", step)(view)  # torch wraps a class's step to run hooks
+    """Take the optimizer's step for some of its parameters, as `step_view` does."""
+    step_view(optimizer, view_of(optimizer, selected, state))
     for parameter in itertools.chain(*selected):
         if isinstance(parameter, ShardedParameter) and parameter.home is not None and parameter.grad is not None:
             parameter.home.note_write()
-    for what in _kept_elsewhere(optimizer, view):
+
+
+def step_view(optimizer: Optimizer, view: Optimizer) -> None:
+    """Take the step of a view of the optimizer. No communication; no hooks on the step run.
+
+    Raises UsageError, after the step, for an optimizer that keeps counters or other state anywhere but by parameter.
+    """
+    options = [dict(group) for group in view.param_groups]
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(view)  # torch wraps a class's step to run hooks
+    for what in _kept_elsewhere(optimizer, view, options):
         raise UsageError(
             f"{type(optimizer).__name__} keeps {what}, not by parameter, so its step cannot be taken unit by unit: use "
             "an optimizer of torch's, or leave optimizer_in_backward and offload out"
         )
 
 
-def _kept_elsewhere(optimizer: Optimizer, view: Optimizer) -> Iterator[str]:
-    """Yield what a step of the view has written to the view's groups and attributes, or to state of no parameter."""
-    for number, (own, narrowed) in enumerate(zip(optimizer.param_groups, view.param_groups, strict=True)):
+def _kept_elsewhere(optimizer: Optimizer, view: Optimizer, options: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what a step of the view has written to the view's groups, which had these options, and attributes, or to
+    state of no parameter."""
+    for number, (own, narrowed) in enumerate(zip(options, view.param_groups, strict=True)):
         for option in narrowed:
             if option not in {"params", _NAMES} and narrowed[option] is not own.get(option):
                 yield f"{option!r} in its group {number}"

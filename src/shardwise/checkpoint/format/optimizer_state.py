@@ -16,7 +16,7 @@ from shardwise.checkpoint.format.local_tensor import DTYPES, NAMES, Piece, piece
 from shardwise.checkpoint.format.training_json import check_json
 from shardwise.checkpoint.names.compiled import uncompiled_name
 from shardwise.errors import UsageError
-from shardwise.offload.step import store_of
+from shardwise.offload.step import host_step_of, store_of
 from shardwise.sharded.optimizer_state import NUMBERS
 from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 
@@ -238,7 +238,8 @@ def _sharded_room(
             )
         return room
     placement = own or parameter.placement
-    if isinstance(present, ShardedParameter) and (present.shape, present.dtype) == (placement.shape, dtype):
+    device = parameter.device if host_step_of(parameter) is None else torch.device("cpu")
+    alike = (placement.shape, dtype, device)
+    if isinstance(present, ShardedParameter) and (present.shape, present.dtype, present.device) == alike:
         return present
-    numel = placement.fragment.numel
-    return ShardedParameter(torch.empty(numel, dtype=dtype, device=parameter.device), placement)
+    return ShardedParameter(torch.empty(placement.fragment.numel, dtype=dtype, device=device), placement)

@@ -59,7 +59,7 @@ def build_units(
             )
     groups = [_groups(plan, engine, few, stores) for plan in plans]
     units = [
-        (Unit(plan.fqn, plan.modules, groups[index], (), inner if index else outer, stores.states), plan)
+        (Unit(plan.fqn, plan.modules, groups[index], (), inner if index else outer, stores), plan)
         for index, plan in enumerate(plans)
     ]
     settings = (engine.strategy, precision, engine.slots, resharding, engine.align)

@@ -24,7 +24,7 @@ from shardwise.engine.units.settings import PLAIN, UnitSettings
 from shardwise.errors import UsageError
 from shardwise.modules.dtypes import explain
 from shardwise.modules.site import Values
-from shardwise.offload.state_store import StateStore
+from shardwise.offload.stores import ON_DEVICE, Stores
 from shardwise.sharded.parameter import ShardedParameter
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -63,7 +63,7 @@ class Unit:
         groups: Sequence[Group],
         ancestors: Sequence[Unit] = (),
         settings: UnitSettings = PLAIN,
-        states: StateStore | None = None,
+        stores: Stores = ON_DEVICE,
     ) -> None:
         self.fqn = fqn
         """Name of its module in the engine's model; "" is that model itself. Names of several are joined by "+"."""
@@ -82,12 +82,15 @@ class Unit:
         self.gradients = UnitGradients(self.groups)
         self.calls: UnitCalls[Unit] = UnitCalls()
         self.listener: Listener | None = None
-        self.states = states
-        """Where the optimizer state of its parameters rests between steps; None if in memory, as for copies."""
-        self.rests_elsewhere = states is not None or any(group.home or group.gradients.store for group in self.groups)
-        """Whether its optimizer state, or some of its shards or gradients, rest on a medium between uses."""
+        self.states, self.host_step = stores.states, stores.host_step
+        """Where its optimizer state rests between steps, and what takes its steps on the host; None as for copies."""
         self._handles: list[RemovableHandle] = []
         self._hooked_leaves: set[int] = set()
+
+    @property
+    def rests_elsewhere(self) -> bool:
+        """See `Owner`."""
+        return any((self.states, self.host_step, *(g.home or g.gradients.store for g in self.groups)))
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise UsageError(
@@ -117,9 +120,8 @@ class Unit:
     def join(self, listener: Listener, index: int) -> None:
         """Become unit number `index` of an engine, and report to it instead of to an earlier one."""
         self.index = index
-        first = self.listener is None
-        self.listener = listener
-        if first:
+        is_first, self.listener = self.listener is None, listener
+        if is_first:
             self._handles = [
                 *(m.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True) for m in self.modules),
                 *(
@@ -169,8 +171,7 @@ class Unit:
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward of its model is under way, this unit's or another's; or a backward, which may recompute
-        one."""
+        """Whether a forward of its model is under way, or a backward, which may recompute one."""
         return self.listener is not None and self.listener.runs_model
 
     @property
@@ -201,8 +202,7 @@ class Unit:
         self.listener.on_gradient(self, self._key_of(face), grad)
 
     def whole(self, face: ShardedParameter) -> Tensor | None:
-        """Return the full parameter, for an operation outside its module's forward: a view of the slot, in the compute
-        dtype; None if no forward or backward of the model is under way. Collective."""
+        """Return the full parameter, a view of the slot, for an operation outside its module's forward; see `Owner`."""
         assert face.inner is not None
         return face.inner.detach() if self.listener is not None and self.listener.lend(self) else None
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.io.storage import directory_of, is_url
+from shardwise.cores import available_cores
 from shardwise.errors import ConfigError, MeshError
 from shardwise.plan.hardware.devices import find_device
 from shardwise.suggest import nearest_path
@@ -61,8 +62,7 @@ def crowding(config: Config, gpus: int) -> str | None:
         config: fitted to its ranks.
         gpus: number of GPUs of this machine.
     """
-    ranks, cores = config.parallel.ranks, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    cores = cores or os.cpu_count() or 1
+    ranks, cores = config.parallel.ranks, available_cores()
     if gpus or not isinstance(ranks, int) or ranks <= cores:
         return None
     return (

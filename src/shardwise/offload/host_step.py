@@ -1,0 +1,253 @@
+"""An optimizer's step on the host, for parameters that a device computes with.
+
+The optimizer steps on *twins*: sharded tensors of the same placements whose pieces are in host memory. If a slice rests
+in host memory, that memory is its twin's, and nothing is copied. A piece on the device is copied to a staging buffer
+first, while the twins before it are stepped, and a weight is copied back afterwards. docs/design/offload.md says when
+this is the better place for a step.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+
+from shardwise import accelerators
+from shardwise.cores import available_cores
+from shardwise.layout.flat import round_up
+from shardwise.offload.device_buffers import follow
+from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.partial_step import step_view, view_of
+
+State = dict[ShardedParameter, dict[str, Any]]
+
+_FUSED_ON_CPU = (Adam, SGD, Adagrad)
+"""Torch's optimizers with a fused kernel for CPUs. AdamW is an Adam."""
+_BUFFERS = 3
+"""Staging buffers: one is computed with, one is filled, one is copied back."""
+_PORTION_BYTES = 32 * 2**20
+"""Weights that are stepped at once, unless one parameter has more: much larger than what a launch costs, and small
+beside what a step keeps in memory."""
+_ALIGN_BYTES = 64
+
+
+class _Staged(NamedTuple):
+    """A piece on the device, and its copy in a staging buffer."""
+
+    host: Tensor
+    device: Tensor
+
+
+class _Brought(NamedTuple):
+    """Pieces that were on the device, on their way to the host."""
+
+    buffer: Tensor
+    pieces: dict[int, _Staged]
+    """By `id` of the weight or gradient."""
+    arrived: torch.Event
+
+
+class HostStep:
+    """Takes steps on the host for the units of one `sw.shard` call. Does not communicate."""
+
+    def __init__(self, device: torch.device, pin: bool) -> None:
+        self._device = device
+        self._pins = pin
+        self._down = accelerators.new_stream(device)
+        self._up = accelerators.new_stream(device)
+        self._free: deque[tuple[Tensor, torch.Event | None]] = deque()
+        """Staging buffers, with the end of the copies from them back to the device."""
+        self._buffer_bytes = 0
+        self._coming: deque[tuple[Sequence[ShardedParameter], _Brought]] = deque()
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the staging buffers, in host memory."""
+        return sum(buffer.nbytes for buffer, _ in self._free)
+
+    # A whole step -----------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, parameters: Sequence[ShardedParameter]) -> None:
+        """Take the optimizer's step for these parameters, which must have gradients. Their state is kept in host
+        memory, also if it was somewhere else before."""
+        portions = list(_portions(parameters))
+        try:
+            for index, portion in enumerate(portions):
+                for following in portions[index : index + 2]:
+                    self.bring(following)
+                state = {p: _in_host_memory(optimizer.state.get(p, {})) for p in portion}
+                self.step_some(optimizer, portion, state)
+                for parameter, values in state.items():
+                    optimizer.state[parameter] = values
+        finally:
+            self.finish()
+
+    # By portions ------------------------------------------------------------------------------------------------------
+
+    def bring(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Begin to copy to the host what the step of these parameters needs and has no home. Does nothing if that has
+        begun."""
+        if any(brought is parameters for brought, _ in self._coming):
+            return
+        pieces = [t for p in parameters for t in (p, p.grad) if isinstance(t, ShardedParameter) and t.home is None]
+        nbytes = sum(round_up(tensor.local.nbytes, _ALIGN_BYTES) for tensor in pieces)
+        buffer = self._take_buffer(nbytes)
+        staged: dict[int, _Staged] = {}
+        self._down.wait_event(accelerators.current_stream(self._device).record_event())
+        start = 0
+        with accelerators.on(self._down):
+            for tensor in pieces:
+                piece = tensor.local
+                host = buffer[start : start + piece.nbytes].view(piece.dtype)
+                host.copy_(piece, non_blocking=True)
+                staged[id(tensor)] = _Staged(host, piece)
+                start += round_up(piece.nbytes, _ALIGN_BYTES)
+        self._coming.append((parameters, _Brought(buffer, staged, self._down.record_event())))
+
+    def step_some(self, optimizer: Optimizer, parameters: Sequence[ShardedParameter], state: State) -> None:
+        """Take the step of the parameters that were brought first. `state`, in host memory, is updated."""
+        brought_for, brought = self._coming[0]
+        assert brought_for is parameters, "portions are stepped in the order in which they are brought"
+        accelerators.wait_for(brought.arrived)
+        back: list[_Staged] = []
+        twins: dict[Tensor, ShardedParameter] = {}
+        writes_gradients = getattr(optimizer, "grad_scale", None) is not None  # fused steps unscale them in place
+        for parameter in parameters:
+            grad = parameter.grad
+            assert isinstance(grad, ShardedParameter)
+            twin = ShardedParameter(self._piece(parameter, brought, back, is_written=True), parameter.placement)
+            twin.grad = ShardedParameter(self._piece(grad, brought, back, is_written=writes_gradients), grad.placement)
+            twins[parameter] = twin
+        of_twins = {twins[parameter]: values for parameter, values in state.items()}
+        selected = [[p for p in group["params"] if p in twins] for group in optimizer.param_groups]
+        view = view_of(optimizer, selected, of_twins, twins)
+        for group in view.param_groups:
+            _fit_for_host(optimizer, group)
+        with on_host(fair_share()):
+            step_view(optimizer, view)
+        self._send_back(back, parameters)
+        self._coming.popleft()
+        self._free.append((brought.buffer, self._up.record_event()))
+
+    def _piece(self, tensor: ShardedParameter, brought: _Brought, back: list[_Staged], is_written: bool) -> Tensor:
+        """Return the tensor's piece in host memory, and note in `back` what must return to the device if written."""
+        home = tensor.home
+        if home is None:
+            staged = brought.pieces[id(tensor)]
+        else:
+            resting = home.in_host_memory()
+            if resting is not None:
+                return resting[tensor.fragment.offset : tensor.fragment.offset + tensor.fragment.numel]
+            piece = tensor.peek()  # on a disk, or somebody holds a view of its buffer on the device
+            staged = _Staged(torch.empty(piece.shape, dtype=piece.dtype), piece)
+            staged.host.copy_(piece, non_blocking=True)
+            accelerators.wait_for(accelerators.current_stream(self._device).record_event())
+        if is_written:
+            back.append(staged)
+        return staged.host
+
+    def _send_back(self, back: Sequence[_Staged], parameters: Sequence[ShardedParameter]) -> None:
+        self._up.wait_event(accelerators.current_stream(self._device).record_event())
+        with accelerators.on(self._up):
+            for staged in back:
+                staged.device.copy_(staged.host, non_blocking=True)
+        if any(parameter.home is not None for parameter in parameters):
+            follow(accelerators.current_stream(self._device), [self._up.record_event()])
+        for parameter in parameters:
+            if parameter.home is not None:
+                parameter.home.note_write()
+
+    def finish(self) -> None:
+        """Have the current stream wait for all copies back to the device. Forgets what was brought and not stepped."""
+        while self._coming:
+            _, brought = self._coming.popleft()
+            self._free.append((brought.buffer, brought.arrived))
+        follow(accelerators.current_stream(self._device), [self._up.record_event()])
+
+    def _take_buffer(self, nbytes: int) -> Tensor:
+        if nbytes > self._buffer_bytes:
+            self._buffer_bytes = nbytes
+        if len(self._free) + len(self._coming) < _BUFFERS:
+            return self._new_buffer()
+        buffer, used = self._free.popleft()
+        if used is not None:
+            accelerators.wait_for(used)
+        return buffer if buffer.nbytes >= nbytes else self._new_buffer()
+
+    def _new_buffer(self) -> Tensor:
+        if self._pins:
+            return accelerators.host_memory(self._buffer_bytes, self._device)
+        return torch.empty(self._buffer_bytes, dtype=torch.uint8)
+
+
+def _portions(parameters: Sequence[ShardedParameter]) -> Iterator[Sequence[ShardedParameter]]:
+    """Cut parameters into runs of at most `_PORTION_BYTES` on this rank."""
+    run: list[ShardedParameter] = []
+    nbytes = 0
+    for parameter in parameters:
+        own = parameter.fragment.numel * parameter.stored_dtype.itemsize
+        if run and nbytes + own > _PORTION_BYTES:
+            yield run
+            run, nbytes = [], 0
+        run.append(parameter)
+        nbytes += own
+    if run:
+        yield run
+
+
+def _in_host_memory(state: dict[str, Any]) -> dict[str, Any]:
+    """Return one parameter's state with all tensors in host memory; those that are there are the same objects."""
+    return {name: _moved(value) for name, value in state.items()}
+
+
+def _moved(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not isinstance(value, ShardedParameter):
+        return value.to(accelerators.CPU)
+    local = value.local
+    return value if local.device == accelerators.CPU else ShardedParameter(local.to(accelerators.CPU), value.placement)
+
+
+def _fit_for_host(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Choose torch's fused kernel where the user chose none, and switch off what is for devices only."""
+    chosen = group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
+    is_float = all(parameter.is_floating_point() for parameter in group["params"])
+    if isinstance(optimizer, _FUSED_ON_CPU) and not chosen and is_float and "fused" in group:
+        group["fused"] = True
+    if group.get("capturable"):
+        group["capturable"] = False
+
+
+# Cores ----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def on_host(threads: int) -> Iterator[None]:
+    """A context in which torch computes on the host with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def fair_share() -> int:
+    """Return this rank's share of the cores that it may run on, at least 1. Ranks of one host share them."""
+    cores = available_cores()
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if cores < ranks:
+        warnings.warn(
+            f"shardwise: offload.step='cpu' has {cores} cores for the steps of {ranks} ranks, which take turns: start "
+            "fewer ranks on this host, or leave offload.step out, so that the device takes the step",
+            stacklevel=2,
+        )
+    return max(1, cores // ranks)

@@ -1,0 +1,324 @@
+"""Optimizers that step on the host while a device computes: the same bits, nothing unordered, and no copies of what
+rests in host memory. Played on CPU ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise import accelerators
+from shardwise.engine.lookup import require_engine
+from shardwise.errors import ConfigError, PeerError
+from shardwise.offload import host_step
+from shardwise.offload.host_memory import HostMemory
+from shardwise.offload.host_step import HostStep
+from shardwise.sharded.parameter import ShardedParameter
+from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
+from tests.engine.streams import played
+from tests.offload.played_runs import goes_on_alike, same_bits_in_order, steps_in_backward
+from tests.offload.test_gradients import Rotated, train
+from tests.offload.test_on_disk import LEAST, amsgrad, shared_folder
+from tests.offload.test_params_on_disk import Adapted
+from tests.optim.test_in_backward import Tied, same_states
+
+ON_HOST = host_step.on_host
+"""Replaced by one of the simulation inside `played`."""
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, dampening=0.1, foreach=False)
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.05, foreach=False)
+
+
+def nadam(parameters: Any) -> torch.optim.Optimizer:
+    """Without a fused kernel."""
+    return torch.optim.NAdam([p for p in parameters if p.requires_grad], lr=0.01)
+
+
+HOST: dict[str, Any] = {"optimizer": "cpu", "step": "cpu", "pin": False}
+PLACES: dict[str, dict[str, Any]] = {
+    "state": HOST,
+    "weights": {**HOST, "params": "cpu"},
+    "gradients": {**HOST, "gradients": "cpu"},
+    "all": {**HOST, "params": "cpu", "gradients": "cpu"},
+}
+
+
+@pytest.mark.parametrize(("strategy", "place"), [*(("full_shard", p) for p in PLACES), ("shard_optimizer", "all")])
+@pytest.mark.parametrize(
+    ("build", "optimizer"),
+    [(Net, momentum), (Tied, amsgrad), (Adapted, nadam), (Net, adagrad)],
+    ids=["net", "tied", "frozen", "adagrad"],
+)
+@on_ranks(2)
+def test_the_same_bits_in_order(
+    strategy: str, build: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], place: str
+) -> None:
+    with played() as order:
+        twins = Twins(build, optimizer=optimizer, strategy=strategy, offload=sw.Offload(**PLACES[place]))
+        twins.train(3)
+        same_states(twins)
+    assert order.races == []
+
+
+def on_disk() -> dict[str, Any]:
+    return {**HOST, "optimizer": "nvme", "path": shared_folder(), "ring_bytes": LEAST}
+
+
+@pytest.mark.parametrize("others", [{}, {"params": "nvme"}, {"params": "cpu", "gradients": "cpu"}], ids=str)
+@on_ranks(2)
+def test_with_state_on_disk(others: dict[str, Any]) -> None:
+    same_bits_in_order("full_shard", Net, amsgrad, sw.Offload(**{**on_disk(), **others}))
+
+
+@pytest.mark.parametrize(("strategy", "places"), [("full_shard", ("state", "all")), ("shard_grad_op", ("all",))])
+@on_ranks(2)
+def test_accumulation_clipping_scaling_evaluation_and_edits(strategy: str, places: tuple[str, ...]) -> None:
+    losses, full, _ = train(None, strategy)
+    with mock.patch.object(host_step, "_FUSED_ON_CPU", ()):  # the device's kernels would not be the host's either
+        for place in [*(PLACES[name] for name in places), on_disk()]:
+            offloaded = train(sw.Offload(**place), strategy)
+            assert offloaded[0] == losses
+            assert offloaded[2] == []
+            same_tensors(full, offloaded[1])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(2)
+def test_steps_in_backward(place: str) -> None:
+    with mock.patch.object(host_step, "_FUSED_ON_CPU", ()):
+        steps_in_backward(sw.Offload(**PLACES[place]))
+
+
+@on_ranks(2)
+def test_several_dtypes() -> None:
+    with played() as order:
+        twins = Twins(Rotated, optimizer=amsgrad, offload=sw.Offload(**PLACES["all"]))
+        twins.train(2)
+    assert order.races == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(2)
+def test_optimizers_with_less_state(place: str) -> None:
+    for kind in (sw.optim.AdamW8bit, sw.optim.AdamWBF16):
+        weights = []
+        for offload in (None, sw.Offload(**PLACES[place])):
+            with played() as order:
+                model = sw.shard(seeded(lambda: Net(6)), align=sw.optim.AdamW8bit.BLOCK_NUMEL, offload=offload)
+                optimizer = kind(model.parameters(), lr=0.05)
+                for step in range(3):
+                    torch.manual_seed(step)
+                    squares(model, batch(step)).backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    optimizer.zero_grad()
+                weights.append(sw.full_state_dict(model, rank0_only=False))
+            assert order.races == []
+        same_tensors(*weights)
+
+
+# What is copied -------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_nothing_in_host_memory_is_copied_for_a_step() -> None:
+    with played():
+        model = sw.shard(seeded(lambda: Net(6)), offload=sw.Offload(**PLACES["all"]))
+        optimizer = amsgrad(model.parameters())
+        for step in range(2):
+            squares(model, batch(step)).backward()  # type: ignore[no-untyped-call]
+            for parameter in model.parameters():  # what waits to be written is written
+                for tensor in (parameter, parameter.grad):
+                    assert isinstance(tensor, ShardedParameter)
+                    assert tensor.home is not None
+                    tensor.home.in_host_memory()
+            copies = [mock.patch.object(HostMemory, way, side_effect=AssertionError(way)) for way in ("read", "write")]
+            with copies[0], copies[1]:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert require_engine(model).root.host_step.staging_bytes == 0
+
+
+@on_ranks(2)
+def test_only_weights_come_back_to_the_device() -> None:
+    """What is staged is 8 bytes for each of a rank's trained parameters, down, and 4 up."""
+    with played():
+        twins = Twins(optimizer=amsgrad, offload=sw.Offload(**PLACES["state"]))
+        copied: list[int] = []
+        copy_ = Tensor.copy_
+
+        def counted(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+            if non_blocking:
+                copied.append(self.nbytes)
+            return copy_(self, source, non_blocking)
+
+        twins.backward()
+        with mock.patch.object(Tensor, "copy_", counted):
+            twins.step()
+        twins.same_parameters()
+    own = sum(p.local.nbytes for p in twins.sharded.parameters())  # type: ignore[attr-defined]
+    assert sum(copied) == 3 * own
+
+
+@on_ranks(2)
+def test_views_that_users_hold_see_the_step() -> None:
+    with played() as order:
+        twins = Twins(optimizer=amsgrad, offload=sw.Offload(**PLACES["all"]))
+        views = [p.local for p in twins.sharded.parameters()]  # type: ignore[attr-defined]
+        for _ in range(2):
+            twins.backward()
+            gradients = [p.grad.local for p in twins.sharded.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+            twins.step()
+            del gradients
+            twins.same_parameters()
+            for view, parameter in zip(views, twins.sharded.parameters(), strict=True):
+                assert view.data_ptr() == parameter.local.data_ptr() or not view.numel()  # type: ignore[attr-defined]
+    assert order.races == []
+
+
+@on_ranks(1)
+def test_the_device_holds_no_state() -> None:
+    with played():
+        model = sw.shard(nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), offload=sw.Offload(**PLACES["all"]))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+    assert sw.memory(model).now["optimizer"] == 0
+    assert sw.memory(model).now["activations"] == 0 if "activations" in sw.memory(model).now else True
+
+
+def forgets_arrivals(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(accelerators, "wait_for", lambda event: None)
+
+
+def forgets_weights(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostStep, "finish", lambda self: self._coming.clear())
+
+
+@pytest.mark.parametrize(
+    ("fault", "place"), [(forgets_arrivals, "all"), (forgets_arrivals, "state"), (forgets_weights, "state")]
+)
+@on_ranks(1)
+def test_an_order_that_is_missing_would_be_found(fault: Callable[[pytest.MonkeyPatch], None], place: str) -> None:
+    with pytest.MonkeyPatch.context() as patch, played() as order:
+        fault(patch)
+        Twins(optimizer=amsgrad, offload=sw.Offload(**PLACES[place])).train(3)
+    assert order.races != []
+
+
+# The kernel and the cores ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+@on_ranks(2)
+def test_a_kernel_that_nobody_chose_is_fused(kind: Any) -> None:
+    """And computes what the others do, to the last bits of fp32."""
+    name = f"_fused_{kind.__name__.lower()}_"
+    fused: Any = getattr(torch, name)
+    threads: list[int] = []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        threads.append(torch.get_num_threads())
+        return fused(*arguments, **options)
+
+    def trained(offload: sw.Offload | None) -> dict[str, Tensor]:
+        model = sw.shard(seeded(Net), offload=offload)
+        optimizer = kind(model.parameters(), lr=0.01)
+        for step in range(3):
+            squares(model, batch(step)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        return sw.full_state_dict(model, rank0_only=False)
+
+    before = torch.get_num_threads()
+    expected = trained(None)
+    with (
+        played(),
+        mock.patch.object(torch, name, counted),
+        mock.patch.object(host_step, "on_host", ON_HOST),
+        mock.patch.object(host_step, "fair_share", return_value=2),
+    ):
+        weights = trained(sw.Offload(**PLACES["all"]))
+    assert torch.get_num_threads() == before
+    for fqn, weight in weights.items():
+        torch.testing.assert_close(weight, expected[fqn], rtol=1e-5, atol=1e-6, msg=fqn)
+    assert set(threads) == {2}
+
+
+def test_ranks_share_the_cores_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_step, "available_cores", lambda: 12)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
+    assert host_step.fair_share() == 2
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert host_step.fair_share() == 12
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    with pytest.warns(UserWarning, match="12 cores for the steps of 16 ranks"):
+        assert host_step.fair_share() == 1
+
+
+# Checkpoints and errors -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["state", "all"])
+@on_ranks(2)
+def test_checkpoints_go_to_the_device_and_back(place: str) -> None:
+    path = shared_folder()
+    offload = sw.Offload(**PLACES[place])
+    with played() as order, mock.patch.object(host_step, "_FUSED_ON_CPU", ()):
+        twins = Twins(offload=offload)
+        twins.train(2)
+        sw.checkpoint.save(f"{path}/one", twins.sharded, twins.optimizers[1])
+        on_device = Twins()
+        sw.checkpoint.load(f"{path}/one", on_device.sharded, on_device.optimizers[1])
+        again = Twins(offload=offload)
+        sw.checkpoint.save(f"{path}/two", on_device.sharded, on_device.optimizers[1])
+        sw.checkpoint.load(f"{path}/two", again.sharded, again.optimizers[1])
+        for other in (on_device, again):
+            goes_on_alike(other, twins)
+    assert order.races == []
+
+
+class FailsOnOneRank(torch.optim.SGD):
+    """Raises on the last rank, in its step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise MemoryError("the host is full")
+
+
+@on_ranks(2)
+def test_an_error_of_one_rank_reaches_all() -> None:
+    with played():
+        model = sw.shard(seeded(Net), offload=sw.Offload(**PLACES["all"]))
+        optimizer = FailsOnOneRank(model.parameters(), lr=0.1)
+        squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+        with pytest.raises(MemoryError if dist.get_rank() else PeerError, match="the host is full"):
+            optimizer.step()
+
+
+def test_it_needs_state_on_the_host() -> None:
+    with pytest.raises(
+        ConfigError, match=r"offload.step='cpu' steps with state that rests on the host: set offload.op"
+    ):
+        sw.Offload(params="cpu", step="cpu")
+    with pytest.raises(ConfigError, match=r"offload.step='gpu': must be None or 'cpu'"):
+        sw.Offload(optimizer="cpu", step="gpu")
+
+
+@on_ranks(2)
+def test_without_a_device_nothing_changes() -> None:
+    twins = Twins(offload=sw.Offload(params="cpu", optimizer="cpu", gradients="cpu", step="cpu"))
+    twins.train(2)
+    same_states(twins)
+    assert twins.engine.root.host_step is None
