@@ -61,7 +61,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "cli": {"process": set(), ".": {"process"}},
 }
-NO_TORCH = {"cores", "errors", "liveness", "suggest", "tables", "layout", "policy", "foreign", "together", "files", "jax"}
+NO_TORCH = {"errors", "liveness", "suggest", "tables", "layout", "policy", "foreign", "together", "files", "jax"}
+NO_TORCH |= {"cores"}
 TOP = "the package itself"
 
 

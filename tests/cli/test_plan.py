@@ -104,7 +104,7 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
         (["config.json", "--strategy", "zero3"], "unknown strategy 'zero3'"),
         (
             ["config.json", "--offload", "disk"],
-            "offload='disk': must be params=PLACE, optimizer=PLACE, gradients=PLACE, or",
+            "offload='disk': must be params=PLACE, optimizer=PLACE, gradients=PLACE, step=PLACE, or",
         ),
         (["config.json", "--offload", "params=disk"], "offload.params='disk': must be None, 'cpu' or 'nvme'"),
         (

@@ -43,7 +43,7 @@ from shardwise.engine import mesh as mesh_module
 from shardwise.files.scratch_file import ScratchFile
 from shardwise.files.thread_pool import ThreadPool
 from shardwise.offload import disk as disk_module
-from shardwise.offload import host_step, state_store
+from shardwise.offload import host_threads
 from shardwise.sharded.parameter import ShardedParameter
 
 # Inside `played`, the functions of `torch.distributed` are replaced by watched ones.
@@ -254,9 +254,15 @@ class Order(TorchDispatchMode):
                 self._enter(storage, Access(self.host, time, 0, data.nbytes, reads, what))
 
     @contextmanager
-    def on_host(self, threads: int) -> Iterator[None]:
+    def on_host(self) -> Iterator[None]:
         with self.stream(self.host):
             yield
+
+    def sent(self, host: Tensor, device: Any) -> Tensor:
+        """Copy to the device. Pinned memory is kept until the copy is over."""
+        copy = host.clone()
+        merge(self.host.clock, self.current.clock)
+        return copy
 
     # What stands for a device and c10d --------------------------------------------------------------------------
 
@@ -425,8 +431,8 @@ def played(slow_disk: bool = True, **options: Any) -> Iterator[Order]:
         mock.patch.object(accelerators, "current_stream", order.current_stream),
         mock.patch.object(accelerators, "has_memory", return_value=True),
         mock.patch.object(accelerators, "wait", order.wait),
-        mock.patch.object(host_step, "on_host", order.on_host),
-        mock.patch.object(state_store, "on_host", order.on_host),
+        mock.patch.object(host_threads, "on_host", order.on_host),
+        mock.patch.object(accelerators, "sent", order.sent),
         _threads(order, slow_disk),
         order,
     ):

@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise import accelerators
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, PeerError
-from shardwise.offload import host_step
+from shardwise.offload import host_step, host_threads
 from shardwise.offload.host_memory import HostMemory
 from shardwise.offload.host_step import HostStep
 from shardwise.sharded.parameter import ShardedParameter
@@ -28,7 +28,7 @@ from tests.offload.test_on_disk import LEAST, amsgrad, shared_folder
 from tests.offload.test_params_on_disk import Adapted
 from tests.optim.test_in_backward import Tied, same_states
 
-ON_HOST = host_step.on_host
+ON_HOST = host_threads.on_host
 """Replaced by one of the simulation inside `played`."""
 
 
@@ -149,6 +149,30 @@ def test_nothing_in_host_memory_is_copied_for_a_step() -> None:
         assert require_engine(model).root.host_step.staging_bytes == 0
 
 
+@pytest.mark.parametrize("clips", [sw.clip_grad_norm_, nn.utils.clip_grad_norm_], ids=["ours", "torch"])
+@on_ranks(2)
+def test_gradients_at_rest_are_clipped_there(clips: Callable[..., Tensor]) -> None:
+    """Also zeroed; the norm is the device's."""
+    with played() as order:
+        model = sw.shard(seeded(lambda: Net(6)), offload=sw.Offload(**PLACES["all"]))
+        on_device = sw.shard(seeded(lambda: Net(6)))
+        for each in (model, on_device):
+            squares(each, batch(1)).backward()  # type: ignore[no-untyped-call]
+        for parameter in model.parameters():
+            assert isinstance(parameter.grad, ShardedParameter)
+            assert parameter.grad.home is not None
+            parameter.grad.home.in_host_memory()
+        copies = [mock.patch.object(HostMemory, way, side_effect=AssertionError(way)) for way in ("read", "write")]
+        with copies[0], copies[1]:
+            norm = clips(model.parameters(), 0.1)
+        assert norm.item() == clips(on_device.parameters(), 0.1).item()
+        for ours, theirs in zip(model.parameters(), on_device.parameters(), strict=True):
+            assert torch.equal(ours.grad.local, theirs.grad.local)  # type: ignore[union-attr]
+        torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=False)
+        assert not any(parameter.grad.local.any() for parameter in model.parameters())  # type: ignore[union-attr]
+    assert order.races == []
+
+
 @on_ranks(2)
 def test_only_weights_come_back_to_the_device() -> None:
     """What is staged is 8 bytes for each of a rank's trained parameters, down, and 4 up."""
@@ -245,8 +269,8 @@ def test_a_kernel_that_nobody_chose_is_fused(kind: Any) -> None:
     with (
         played(),
         mock.patch.object(torch, name, counted),
-        mock.patch.object(host_step, "on_host", ON_HOST),
-        mock.patch.object(host_step, "fair_share", return_value=2),
+        mock.patch.object(host_threads, "on_host", ON_HOST),
+        mock.patch.object(host_threads, "fair_share", return_value=2),
     ):
         weights = trained(sw.Offload(**PLACES["all"]))
     assert torch.get_num_threads() == before
@@ -256,14 +280,14 @@ def test_a_kernel_that_nobody_chose_is_fused(kind: Any) -> None:
 
 
 def test_ranks_share_the_cores_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_step, "available_cores", lambda: 12)
+    monkeypatch.setattr(host_threads, "available_cores", lambda: 12)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
-    assert host_step.fair_share() == 2
+    assert host_threads.fair_share() == 2
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert host_step.fair_share() == 12
+    assert host_threads.fair_share() == 12
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
     with pytest.warns(UserWarning, match="12 cores for the steps of 16 ranks"):
-        assert host_step.fair_share() == 1
+        assert host_threads.fair_share() == 1
 
 
 # Checkpoints and errors -----------------------------------------------------------------------------------------------

@@ -71,7 +71,8 @@ class _RunOptions:
     offload: Annotated[
         Text,
         _option(
-            "Some of params=PLACE, optimizer=PLACE and gradients=cpu, separated by commas; PLACE is cpu or nvme. "
+            "Some of params=PLACE, optimizer=PLACE, gradients=cpu and step=cpu, separated by commas; PLACE is cpu or "
+            "nvme. "
             "[none, unless nothing fits]"
         ),
     ] = None

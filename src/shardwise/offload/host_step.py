@@ -8,11 +8,8 @@ this is the better place for a step.
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +17,10 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from shardwise import accelerators
-from shardwise.cores import available_cores
 from shardwise.layout.flat import round_up
+from shardwise.offload import host_threads
 from shardwise.offload.device_buffers import follow
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.parameter import ShardedParameter, piece_in
 from shardwise.sharded.partial_step import step_view, view_of
 
 State = dict[ShardedParameter, dict[str, Any]]
@@ -130,7 +127,7 @@ class HostStep:
         view = view_of(optimizer, selected, of_twins, twins)
         for group in view.param_groups:
             _fit_for_host(optimizer, group)
-        with on_host(fair_share()):
+        with host_threads.on_host():
             step_view(optimizer, view)
         self._send_back(back, parameters)
         self._coming.popleft()
@@ -144,7 +141,7 @@ class HostStep:
         else:
             resting = home.in_host_memory()
             if resting is not None:
-                return resting[tensor.fragment.offset : tensor.fragment.offset + tensor.fragment.numel]
+                return piece_in(resting, tensor)
             piece = tensor.peek()  # on a disk, or somebody holds a view of its buffer on the device
             staged = _Staged(torch.empty(piece.shape, dtype=piece.dtype), piece)
             staged.host.copy_(piece, non_blocking=True)
@@ -224,30 +221,3 @@ def _fit_for_host(optimizer: Optimizer, group: dict[str, Any]) -> None:
         group["fused"] = True
     if group.get("capturable"):
         group["capturable"] = False
-
-
-# Cores ----------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def on_host(threads: int) -> Iterator[None]:
-    """A context in which torch computes on the host with so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def fair_share() -> int:
-    """Return this rank's share of the cores that it may run on, at least 1. Ranks of one host share them."""
-    cores = available_cores()
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    if cores < ranks:
-        warnings.warn(
-            f"shardwise: offload.step='cpu' has {cores} cores for the steps of {ranks} ranks, which take turns: start "
-            "fewer ranks on this host, or leave offload.step out, so that the device takes the step",
-            stacklevel=2,
-        )
-    return max(1, cores // ranks)

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from torch import Tensor
 from shardwise.errors import UsageError
 from shardwise.files.direct import PAGE_BYTES
 from shardwise.layout.flat import round_up
+from shardwise.offload import host_threads
 from shardwise.offload.medium import Transfer
 from shardwise.offload.shard_store import ShardStore
 
@@ -180,6 +183,18 @@ class SliceHome:
             return None
         memory = self.store.medium.in_host_memory(self.start, self.numel * self.dtype.itemsize)
         return None if memory is None else memory.view(self.dtype)
+
+    @property
+    def host_computes(self) -> bool:
+        """See `Home`."""
+        return self.store.host_computes
+
+    @contextmanager
+    def at_rest(self) -> Iterator[Tensor | None]:
+        """See `Home`."""
+        memory = self.in_host_memory()
+        with host_threads.on_host():
+            yield memory
 
     # Going ------------------------------------------------------------------------------------------------------------
 

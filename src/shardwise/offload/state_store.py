@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from shardwise import accelerators
 from shardwise.errors import ConfigError, UsageError, one_line
+from shardwise.offload import host_threads
 from shardwise.offload.freed_memory import give_back_freed
-from shardwise.offload.host_step import HostStep, fair_share, on_host
+from shardwise.offload.host_step import HostStep
 from shardwise.offload.medium import Medium, Transfer
 from shardwise.offload.portions import BUFFERS, Kept, Portion, portions_of, ring_bytes_for
 from shardwise.offload.resting_state import RestingState
@@ -190,7 +191,7 @@ class StateStore:
             parameters = list(wanted)
             self._host.bring(parameters)
             self._host.step_some(optimizer, parameters, state)
-        with nullcontext() if self._host is None else on_host(fair_share()):
+        with nullcontext() if self._host is None else host_threads.on_host():
             for parameter in wanted:
                 optimizer.state[parameter] = {
                     name: self._kept(optimizer, parameter, name, value, views.get((parameter, name)))

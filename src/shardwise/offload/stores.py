@@ -58,7 +58,7 @@ class Stores(NamedTuple):
         return cls(
             None if states is None else StateStore(states, offload.ring_bytes, host_step),
             None if shards is None else ShardStore(shards),
-            None if gradients is None else ShardStore(gradients),
+            None if gradients is None else ShardStore(gradients, host_step is not None),
             host_step,
         )
 

@@ -11,7 +11,8 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from shardwise.engine.backward_steps import BackwardSteps
 from shardwise.engine.lookup import steps_in_backward
 from shardwise.errors import UsageError
-from shardwise.sharded.parameter import ShardedParameter, local_of, outer_face, slice_by_slice
+from shardwise.sharded.at_rest import pieces_of
+from shardwise.sharded.parameter import ShardedParameter, outer_face, slice_by_slice
 from shardwise.sharded.reductions import global_norms
 
 
@@ -27,7 +28,8 @@ def clip_grad_norm_(
     Uses the arithmetic of `torch.nn.utils.clip_grad_norm_`, so the bits are the same, except for the order in which
     norms of several shard groups are added. Costs one collective whatever the number of dtypes and a few operations for
     each dtype whatever the number of parameters. Does not wait for the device (unless `error_if_nonfinite`). Gradients
-    that rest on the host are loaded slice by slice, once for the norm and once for scaling.
+    that rest on the host are loaded slice by slice, once for the norm and once for scaling, unless the host takes the
+    optimizer's step (`Offload.step`): then it computes with them where they rest.
 
     Args:
         model: the model, or parameters, whose gradients are clipped. Plain parameters (`sw.shard(ignored=...)`) may be
@@ -73,13 +75,14 @@ def clip(
     for group in groups:  # one kernel for each device and dtype, or slice by slice
         gradients = [gradient for gradient in group if gradient is not None]
         for where in slice_by_slice([gradients]):
-            _scale([gradients[i] for i in where], scale.to(gradients[0].device))
+            _scale([gradients[i] for i in where], scale)
     return total
 
 
 def _scale(gradients: Sequence[Tensor], scale: Tensor) -> None:
     """Scale gradients in place. All must have the same home, or none."""
-    torch._foreach_mul_([local_of(gradient) for gradient in gradients], scale)
+    with pieces_of(gradients) as pieces:
+        torch._foreach_mul_(pieces.tensors, scale.to(pieces.tensors[0].device))
     first = gradients[0]
     if isinstance(first, ShardedParameter) and first.home is not None:
         first.home.note_write()

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 
 from shardwise.errors import NotOnPiecesError, UsageError
 from shardwise.sharded import penalties
+from shardwise.sharded.at_rest import pieces_of
 from shardwise.sharded.parameter import (
     Handler,
     ShardedParameter,
@@ -209,6 +210,9 @@ class _OnLists:
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """Run the operation on the pieces. Returns its results; nothing if it writes in place."""
+        homes = ShardedParameter._have_homes
+        if homes and self._writes and not any(_is_tensor_list(value) for value in args[1:]):
+            return self._run_in_place(args, kwargs)
         local_args = [_locals(value) if _is_tensor_list(value) else value for value in args]
         result = self._call(*local_args, **kwargs)
         if not self._writes:
@@ -216,6 +220,15 @@ class _OnLists:
         note_writes(args[0], local_args[0])
         if kwargs.get("grad_scale") is not None:  # fused steps unscale gradients in place
             note_writes(args[1], local_args[1])
+        return ()
+
+    def _run_in_place(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        """Run an operation that writes its only list of tensors."""
+        with pieces_of(args[0]) as pieces:
+            here = pieces.tensors[0].device
+            others = [value.to(here) if isinstance(value, Tensor) else value for value in args[1:]]
+            self._call(pieces.tensors, *others, **kwargs)
+            note_writes(args[0], pieces.tensors)
         return ()
 
 

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload
 
+from shardwise.sharded.at_rest import pieces_of
 from shardwise.sharded.elementwise import note_writes
-from shardwise.sharded.parameter import Handler, ShardedParameter, local_of, register_operations, slice_by_slice
+from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations, slice_by_slice
 
 
 @register_operations
@@ -33,6 +34,10 @@ def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def _unscale_pieces(
     gradients: Sequence[Tensor], func: OpOverload, found_inf: Tensor, inv_scale: Tensor, kwargs: Mapping[str, Any]
 ) -> None:
-    pieces = [local_of(gradient) for gradient in gradients]
-    func(pieces, found_inf, inv_scale, **kwargs)
-    note_writes(gradients, pieces)
+    with pieces_of(gradients) as pieces:
+        here = pieces.tensors[0].device
+        found = found_inf.to(here)
+        func(pieces.tensors, found, inv_scale.to(here), **kwargs)
+        if found is not found_inf:
+            found_inf.copy_(found)
+        note_writes(gradients, pieces.tensors)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import torch
@@ -101,6 +102,13 @@ class Home(Protocol):
     def lend(self) -> Tensor:
         """Like `flat`, but every write is kept."""
 
+    @property
+    def host_computes(self) -> bool:
+        """Whether operations over many tensors run where the slice rests, on the host."""
+
+    def at_rest(self) -> AbstractContextManager[Tensor | None]:
+        """Return a context in which the host computes with what `in_host_memory` returns."""
+
     def in_host_memory(self) -> Tensor | None:
         """Return the memory where the slice rests, 1-D, to read and write before the slice is loaded again; waits for
         the device. None if it does not rest in host memory now. Writes must be told by `note_write`."""
@@ -119,11 +127,11 @@ class _LocalView:
         if face is None:
             return self
         assert face.home is not None
-        return _own(face, face.home.lend())
+        return piece_in(face.home.lend(), face)
 
 
-def _own(face: ShardedParameter, flat: Tensor) -> Tensor:
-    """Its piece of this rank's slice."""
+def piece_in(flat: Tensor, face: ShardedParameter) -> Tensor:
+    """Return the tensor's piece in this rank's slice, 1-D."""
     fragment = face.fragment
     return flat[fragment.offset : fragment.offset + fragment.numel]
 
@@ -255,7 +263,7 @@ class ShardedParameter(Tensor):
     def peek(self) -> Tensor:
         """`local`, for those who only read it, or tell of what they write (`elementwise.note_writes`): a slice that
         rests elsewhere need not go back."""
-        return self.local if self.home is None else _own(self, self.home.flat())
+        return self.local if self.home is None else piece_in(self.home.flat(), self)
 
     def write(self, piece: Tensor) -> None:
         """Copy `piece` (1-D, any dtype, any device) to this rank's piece. No communication; every rank must do so, even
@@ -543,7 +551,8 @@ def slice_by_slice(lists: Sequence[Sequence[Any]]) -> Iterator[Sequence[int]]:
     for index, positions in enumerate(by_homes.values()):
         for coming in order[index : index + _SLICES_AHEAD]:
             for home in coming:
-                home.read_ahead()
+                if not home.host_computes:
+                    home.read_ahead()
         yield positions
 
 

@@ -20,7 +20,8 @@ from torch._ops import OpOverload
 from shardwise import accelerators
 from shardwise.comm.protocol import Collectives
 from shardwise.errors import NotOnPiecesError, UsageError
-from shardwise.sharded.parameter import Handler, ShardedParameter, local_of, register_operations, slice_by_slice
+from shardwise.sharded.at_rest import pieces_of
+from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations, slice_by_slice
 from shardwise.sharded.placement import same_cut
 
 Reduce = Callable[[ShardedParameter, Mapping[str, Any]], Tensor]
@@ -110,7 +111,11 @@ def _local_norms(
     norms: dict[int, Tensor] = {}
     some = [pieces[i] for i in held]
     for positions in slice_by_slice([some]) if held else ():
-        found = torch._foreach_norm([local_of(some[i]) for i in positions], order, wide)
+        with pieces_of([some[i] for i in positions]) as held_here:
+            found: Sequence[Tensor] = torch._foreach_norm(held_here.tensors, order, wide)
+            joined = torch.stack(tuple(found)) if held_here.on_host else None
+        if joined is not None:
+            found = accelerators.sent(joined, one.device).unbind()
         norms.update((held[i], norm) for i, norm in zip(positions, found, strict=True))
     if len(held) < len(where):
         zero = torch.zeros((), dtype=(wide or kind).to_real(), device=one.device)

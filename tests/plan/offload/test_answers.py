@@ -47,7 +47,13 @@ def test_where_nothing_fits_offload_is_tried_and_priced() -> None:
     assert "It would fit with --offload optimizer=cpu: " in shown
     assert "of the step spent waiting for it." in shown
     found = json.loads(json.dumps(answer.extra))["would_fit"]
-    assert found["job"]["offload"] == {"params": None, "optimizer": "cpu", "ring_bytes": None, "gradients": None}
+    assert found["job"]["offload"] == {
+        "params": None,
+        "optimizer": "cpu",
+        "ring_bytes": None,
+        "gradients": None,
+        "step": None,
+    }
     assert found["host_bytes_per_node"] > 8 * 25_000_000
     with pytest.raises(PlanError, match="nothing fits 1 x h100-sxm-80gb"):
         answer.check_fits()
@@ -179,5 +185,11 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     asked = [str(tmp_path / "config.json"), "--gpus", "1", "--seq-len", "16", "--micro-batch", "2"]
     assert run(["plan", *asked, "--activation-checkpointing", "none", "--offload", "cpu", "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
-    assert plain["job"]["offload"] == {"params": "cpu", "optimizer": "cpu", "ring_bytes": None, "gradients": None}
+    assert plain["job"]["offload"] == {
+        "params": "cpu",
+        "optimizer": "cpu",
+        "ring_bytes": None,
+        "gradients": None,
+        "step": None,
+    }
     assert plain["exposed_offload_s"] > 0

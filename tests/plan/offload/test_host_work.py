@@ -9,7 +9,7 @@ import shardwise as sw
 from shardwise.plan.dry_run.recording import StepPhase
 from shardwise.plan.hardware.devices import Figure, find_device
 from shardwise.plan.hardware.node import node_of
-from shardwise.plan.offload.host_work import DISK, DOWN, UP, HostTask, HostWork, Rates
+from shardwise.plan.offload.host_work import DISK, DOWN, PROCESSORS, UP, HostTask, HostWork, Rates, StepOnHost
 from shardwise.plan.simulate.forecast import Forecast
 from shardwise.policy.places import Places
 from shardwise.policy.precision import Precision
@@ -132,6 +132,53 @@ def test_gradients_cross_the_link_as_often_as_the_engine_has_them(gpus: int) -> 
     assert one.memory["grad_shards"] == min(4, len(slices)) * -(-max(slices) // 4096) * 4096
 
 
+def test_a_step_on_the_host_overlaps_with_its_copies() -> None:
+    """The longest of them is what it takes, once the last gradient is there; in backward they follow one another."""
+    on_host = StepOnHost(computed=800, down=100, up=50, disk=40)
+    task = replace(TASK, rates=Rates(link=10.0, disk=5.0, processors=20.0), on_host=on_host)
+    work = HostWork(task)
+    work.end_sum("a", 0.0)
+    work.begin_step(6.0)
+    assert work.finish(7.0) == 6.0 + 800 / 20
+    assert work.ends_s == {DOWN: 16.0, UP: 11.0, DISK: 14.0, PROCESSORS: 46.0}
+    work = HostWork(replace(task, unit_stepped_bytes={"a": 50, "b": 150}))
+    assert work.come_to_step("b", 1.0) == 1.0 + 0.75 * (20 / 5 + 100 / 10 + 800 / 20 + 50 / 10) - 0.05
+    work.go_back("b", 50.0)
+    assert DOWN in work.ends_s
+    assert work.ends_s[DOWN] < 50.0
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_what_rests_on_the_host_does_not_cross_the_link_for_a_step_there(in_backward: bool) -> None:
+    more = {"optimizer_in_backward": in_backward}
+    trained = sum(forecast(None).recording.facts.unit_trained_bytes.values())
+    everything, state = forecast(_ALL_STEP, **more), forecast("optimizer=cpu,step=cpu", **more)
+    moved = {
+        way: [
+            sum(
+                s.nbytes
+                for s in found.timeline.spans
+                if s.stream == way and (s.phase is StepPhase.OPTIMIZER or in_backward)
+            )
+            for found in (everything, state)
+        ]
+        for way in (UP, DOWN, PROCESSORS)
+    }
+    assert moved[DOWN][1] == pytest.approx(2 * trained, rel=1e-3)
+    assert moved[UP][1] == pytest.approx(trained, rel=1e-3)
+    assert moved[PROCESSORS][1] == pytest.approx(7 * trained, rel=1e-3)
+    if not in_backward:
+        assert moved[UP][0] == 0
+        assert moved[PROCESSORS][0] == 10 * trained  # with clipping
+    assert state.memory["optimizer"] == 0
+    assert state.host_bytes_per_rank == 2 * trained + 2 * trained
+    slower = replace(find_device("h100-sxm-80gb"), node={"processors_bytes_per_s": Figure(1e8, "a test")})
+    assert forecast("optimizer=cpu,step=cpu", gpu=slower, **more).step_time_s > 2 * state.step_time_s
+
+
+_ALL_STEP = "params=cpu,optimizer=cpu,gradients=cpu,step=cpu"
+
+
 def test_parameters_that_stay_come_once_a_step() -> None:
     work = HostWork(replace(TASK, gathers=False, keeps_params=True))
     assert [work.bring("a", 0.0), work.bring("a", 9.0)] == [4.0, 9.0]
@@ -154,7 +201,13 @@ def test_a_step_waits_for_copies_and_says_how_long() -> None:
     slower = replace(find_device("h100-sxm-80gb"), node={"link_bytes_per_s": Figure(1e8, "a test")})
     assert forecast("cpu", gpu=slower).step_time_s > 2 * small.step_time_s
     plain = small.to_dict()
-    assert plain["job"]["offload"] == {"params": "cpu", "optimizer": "cpu", "ring_bytes": None, "gradients": None}
+    assert plain["job"]["offload"] == {
+        "params": "cpu",
+        "optimizer": "cpu",
+        "ring_bytes": None,
+        "gradients": None,
+        "step": None,
+    }
     assert plain["host_bytes_per_node"] == 2 * plain["host_bytes_per_rank"] > 0
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.engine.lookup import gradient_stores, require_engine
-from shardwise.offload import portions
+from shardwise.offload import host_step, portions
 from shardwise.offload.step import stores_of
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import Allocate, Free, StepPhase
@@ -107,6 +107,7 @@ def test_a_shard_group_of_one_has_slots_like_any_other() -> None:
 
 def test_rings_are_the_engines(tmp_path: Path) -> None:
     assert (portions.BUFFERS, portions._LEAST_RING_BYTES) == (memory._RING_BUFFERS, memory._LEAST_RING_BYTES)
+    assert (host_step._BUFFERS, host_step._PORTION_BYTES) == (memory._STAGING_BUFFERS, memory._STAGED_BYTES)
     assert portions.PAGE_BYTES == memory._PAGE_BYTES
 
     def build() -> nn.Module:

@@ -20,7 +20,16 @@ def test_units_by_class_name_that_the_model_has_not() -> None:
             shard_model(model, ParallelConfig(units=["Xyz"]), ranks)
 
 
-@pytest.mark.parametrize("asked", [{"params": "cpu"}, {"optimizer": "cpu", "ring_mib": 1}, {"gradients": "cpu"}, {}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"params": "cpu"},
+        {"optimizer": "cpu", "ring_mib": 1},
+        {"gradients": "cpu"},
+        {"optimizer": "cpu", "step": "cpu"},
+        {},
+    ],
+)
 def test_each_place_reaches_the_engine_by_itself(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(sharding.sw, "shard", lambda model, *_, **settings: given.update(settings) or model)

@@ -129,6 +129,11 @@ def test_the_last_override_wins(path: Path) -> None:
             "[offload] ring_mib = 5 has no effect without offload.optimizer, because only optimizer state goes "
             'through the ring: set optimizer = "cpu" or "nvme", or leave ring_mib out (ring_mib=none)',
         ),
+        (
+            "offload.step=cpu",
+            '[offload] step = "cpu" steps with state that is kept on the host: set optimizer = "cpu" or "nvme", or '
+            "leave step out (step=none)",
+        ),
         ("train.clip=nan", "train.clip = nan: must be a finite number"),
         ("parallel.slots=1", "parallel.slots = 1: must be greater than or equal to 2"),
         ("parallel.ranks=all", "parallel.ranks = 'all': must be 'auto', or must be an integer"),

@@ -199,6 +199,11 @@ class Job(Machines):
         return {kind: place for kind, place in kinds.items() if place == "nvme" or (place == "cpu" and not self.on_cpu)}
 
     @property
+    def steps_on_host(self) -> bool:
+        """Whether the host takes the optimizer's step for a device."""
+        return self.offload is not None and self.offload.step == "cpu" and not self.on_cpu
+
+    @property
     def tokens_per_rank(self) -> int:
         """The number of tokens of a rank in one step."""
         return self.seq_len * self.micro_batch * self.accumulation

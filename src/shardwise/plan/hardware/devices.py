@@ -260,7 +260,7 @@ def _parsed(path: Path, make: Callable[[str, Mapping[str, Any]], T]) -> T:
 
 
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
-_NODE = ("link_bytes_per_s", "link_share", "memory_bytes", "disk_bytes_per_s")
+_NODE = ("link_bytes_per_s", "link_share", "memory_bytes", "disk_bytes_per_s", "processors_bytes_per_s")
 _RATES = {
     "peak_flops": _DTYPES,
     "matmul_flops": _DTYPES,

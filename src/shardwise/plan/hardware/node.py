@@ -24,6 +24,8 @@ class Node:
     """The part of that rate that a copy reaches."""
     disk_bytes_per_s: Figure
     """Rate of reading or writing the node's disks."""
+    processors_bytes_per_s: Figure
+    """Rate at which all of the node's processors together read and write its memory in an optimizer's step."""
     memory_bytes: Figure | None = None
     """Host memory. None: the devices are found in hosts of all sizes."""
 

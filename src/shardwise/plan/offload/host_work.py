@@ -3,14 +3,14 @@
 - A unit's slice is copied to the device before its gather, as soon as its slot is free.
 - The optimizer's step runs on the device, portion by portion: optimizer state, and offloaded weights, are loaded before
   the update and written back after it. The link copies in both directions at once; a disk reads and writes in turn.
-- A unit's reduced gradient is copied to the host after its reduction. If earlier micro-batches left a sum there, that
-is
+- A unit's reduced gradient is copied to the host after its reduction. If earlier micro-batches left a sum there, it is
   loaded when the unit's backward begins, and the gradient is added to it. Clipping loads all gradients twice and writes
   them once; the step loads them once more.
 - Data on disk reaches a device in two copies, each on a stream of its own; those of one unit run one after the other.
+- If the host takes the step, its processors read and write weights, state and gradients in its memory. What rests on
+  the device is copied there first, and weights back. The step of one part and the copies of others overlap.
 - The input of a block, if it is offloaded, is copied to the host when it is computed, and back when backward is near.
-- If the optimizer steps in backward, the step of a unit begins when its data is loaded, and backward continues after
-it.
+- If the optimizer steps in backward, the step of a unit begins when its data is loaded; backward continues after it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from shardwise.plan.hardware.node import node_of
 from shardwise.plan.offload.memory import Offloaded
 from shardwise.policy.places import Places
 
-UP, DOWN, DISK = STREAMS = ("host to device", "device to host", "disk")
-"""The streams on which copies run."""
+UP, DOWN, DISK, PROCESSORS = STREAMS = ("host to device", "device to host", "disk", "processors of the host")
+"""The streams on which copies run, and the host's part of an optimizer's step."""
 _GRADIENTS_UP, _GRADIENTS_DOWN = 3, 1
 """How often gradients cross the link after backward: up for their norm, up and down to be scaled, up for the step."""
 
@@ -38,6 +38,25 @@ class Rates(NamedTuple):
     """Rate between host and device, in one direction."""
     disk: float
     """Rate of reading or writing."""
+    processors: float = 1.0
+    """Rate at which the host's processors read and write its memory."""
+
+
+class StepOnHost(NamedTuple):
+    """An optimizer's step on the host: bytes of one rank."""
+
+    computed: int
+    """Read and written by the processors."""
+    down: int
+    """Weights and gradients copied from the device."""
+    up: int
+    """Weights copied to the device."""
+    disk: int
+    """Read from and written to the disk: the sum of both."""
+
+    def part(self, share: float) -> StepOnHost:
+        """Return the step of a part of the parameters."""
+        return StepOnHost(*(round(nbytes * share) for nbytes in self))
 
 
 class HostSpan(NamedTuple):
@@ -72,6 +91,8 @@ class HostTask:
     """The part of `stepped_bytes` that is on disk."""
     unit_gradient_bytes: Mapping[str, int] = field(default_factory=dict)
     """By unit: bytes of this rank's slice of its gradients, if gradients are offloaded to the host."""
+    on_host: StepOnHost | None = None
+    """The optimizer's step, if the host takes it."""
 
 
 def host_task(job: Job, facts: Facts, moved: Offloaded) -> HostTask | None:
@@ -83,7 +104,11 @@ def host_task(job: Job, facts: Facts, moved: Offloaded) -> HostTask | None:
     share = moved.stepped_bytes / max(1, sum(trained.values()))
     return HostTask(
         places=job.offload or Places(),
-        rates=Rates(node.copied_bytes_per_s, node.disk_bytes_per_s.value / job.gpus_per_node),
+        rates=Rates(
+            node.copied_bytes_per_s,
+            node.disk_bytes_per_s.value / job.gpus_per_node,
+            node.processors_bytes_per_s.value / job.gpus_per_node,
+        ),
         on_cpu=job.on_cpu,
         shard_bytes=facts.unit_shard_bytes,
         stepped_bytes=moved.stepped_bytes,
@@ -92,6 +117,21 @@ def host_task(job: Job, facts: Facts, moved: Offloaded) -> HostTask | None:
         unit_stepped_bytes={unit: round(nbytes * share) for unit, nbytes in trained.items()},
         disk_share=moved.stepped_disk_bytes / max(1, moved.stepped_bytes),
         unit_gradient_bytes=facts.unit_trained_bytes if moved.gradient_bytes else {},
+        on_host=_step_on_host(job, facts, moved) if job.steps_on_host else None,
+    )
+
+
+def _step_on_host(job: Job, facts: Facts, moved: Offloaded) -> StepOnHost:
+    places = job.elsewhere
+    trained = sum(facts.unit_trained_bytes.values())
+    weights = 0 if places.get("param_shards") == "cpu" else trained  # on the device, at least when they are stepped
+    gradients = 0 if places.get("grad_shards") == "cpu" else trained
+    clipped = 0 if gradients else 3 * trained  # read for the norm, read and written to be scaled
+    return StepOnHost(
+        computed=2 * (moved.state_bytes + trained) + trained + clipped,
+        down=weights + gradients,
+        up=weights,
+        disk=2 * moved.stepped_disk_bytes,
     )
 
 
@@ -149,12 +189,23 @@ class HostWork:
         return end_s - event.nbytes / self.task.rates.link, end_s
 
     def come_to_step(self, unit: str, ready_s: float) -> float:
-        """Load what a unit's step in backward needs. Return when it is there."""
+        """Load what a unit's step in backward needs. Return when it is there; or, if the host takes the step, when that
+        is over."""
+        if self.task.on_host is not None:
+            share = self.task.unit_stepped_bytes.get(unit, 0) / max(1, sum(self.task.unit_stepped_bytes.values()))
+            part, rates = self.task.on_host.part(share), self.task.rates
+            ready_s = self._run(DISK, unit, ready_s, part.disk // 2, rates.disk)
+            ready_s = self._run(DOWN, unit, ready_s, part.down, rates.link)
+            ready_s = self._run(PROCESSORS, unit, ready_s, part.computed, rates.processors, "step")
+            self._run(DISK, unit, ready_s, part.disk // 2, rates.disk)
+            return self._run(UP, unit, ready_s, part.up, rates.link)
         return self._come(unit, ready_s, self.task.unit_stepped_bytes.get(unit, 0), self.task.disk_share)
 
     def go_back(self, unit: str, stepped_s: float) -> None:
         """Write back what a unit's step in backward has updated, from `stepped_s` on. Nothing waits for that."""
         nbytes = self.task.unit_stepped_bytes.get(unit, 0)
+        if self.task.on_host is not None:
+            return
         if not self.task.on_cpu:
             stepped_s = self._run(DOWN, unit, stepped_s, nbytes, self.task.rates.link)
         self._run(DISK, unit, stepped_s, round(nbytes * self.task.disk_share), self.task.rates.disk)
@@ -173,6 +224,8 @@ class HostWork:
             return max(stepped_s, self.ends_s.get(DOWN, 0.0), self.ends_s.get(DISK, 0.0))
         if began_s is None:
             return stepped_s
+        if task.on_host is not None:
+            return max(stepped_s, self._step_on_host(task.on_host, max(began_s, self.ends_s.get(DOWN, 0.0))))
         on_disk = round(task.stepped_bytes * task.disk_share)
         ends_s = [stepped_s, self._run(DISK, "", began_s, 2 * on_disk, task.rates.disk)]
         gradients = sum(task.unit_gradient_bytes.values())
@@ -184,10 +237,20 @@ class HostWork:
                 ends_s.append(self._run(way, "", began_s, nbytes, task.rates.link))
         return max(ends_s)
 
-    def _run(self, stream: str, unit: str, ready_s: float, nbytes: int, rate: float) -> float:
+    def _step_on_host(self, step: StepOnHost, ready_s: float) -> float:
+        """Run a step on the host, whose parts overlap. Return when everything is where it rests."""
+        rates = self.task.rates
+        return max(
+            self._run(DISK, "", ready_s, step.disk, rates.disk),
+            self._run(DOWN, "", ready_s, step.down, rates.link),
+            self._run(PROCESSORS, "", ready_s, step.computed, rates.processors, "step"),
+            self._run(UP, "", ready_s, step.up, rates.link),
+        )
+
+    def _run(self, stream: str, unit: str, ready_s: float, nbytes: int, rate: float, name: str = "copy") -> float:
         if not nbytes:
             return ready_s
         start_s = max(ready_s, self.ends_s.get(stream, 0.0))
         end_s = self.ends_s[stream] = start_s + nbytes / rate
-        self.spans.append(HostSpan(stream, "copy", unit, start_s, end_s, nbytes, self.phase))
+        self.spans.append(HostSpan(stream, name, unit, start_s, end_s, nbytes, self.phase))
         return end_s

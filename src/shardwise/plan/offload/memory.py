@@ -21,6 +21,9 @@ _RING_BUFFERS = 4
 """This and the next two are the engine's numbers (`offload.portions`, `files.direct`), whose modules import torch."""
 _PAGE_BYTES = 4096
 _LEAST_RING_BYTES = 64 * 2**20
+_STAGING_BUFFERS = 3
+_STAGED_BYTES = 32 * 2**20
+"""Weights in a staging buffer of a step on the host. This and the one before are the numbers of `offload.host_step`."""
 _FIRST_BLOCK = -2_000_001
 
 
@@ -39,6 +42,8 @@ class Offloaded:
     weights."""
     stepped_disk_bytes: int = 0
     """The part of `stepped_bytes` that is on disk."""
+    state_bytes: int = 0
+    """Optimizer state, wherever it is."""
     gradient_bytes: int = 0
     """Reduced gradients that are written when they are summed, and loaded to be added to, clipped and for the step."""
 
@@ -64,9 +69,12 @@ def offloaded(recording: Recording, events: tuple[StepEvent, ...]) -> Offloaded:
             by_kind[event.kind] += event.nbytes
             largest_state = max(largest_state, event.nbytes if event.kind == "optimizer" else 0)
     trained, states = sum(facts.unit_trained_bytes.values()), by_kind["optimizer"]
+    state_ring = 0
     rings: dict[str, int] = {}  # by kind, as `sw.memory` counts them
     if "optimizer" in moved and states:
-        rings["optimizer"] = _state_ring_bytes(job, largest_state * max(1, round(states / max(1, trained))))
+        state_ring = _state_ring_bytes(job, largest_state * max(1, round(states / max(1, trained))))
+        if not job.steps_on_host:
+            rings["optimizer"] = state_ring
     if "grad_shards" in moved:
         rings["grad_shards"] = _slice_ring_bytes(facts.unit_trained_bytes.values())
     if "param_shards" in moved:
@@ -81,6 +89,7 @@ def offloaded(recording: Recording, events: tuple[StepEvent, ...]) -> Offloaded:
     )
     at = {place: sum(by_kind[kind] for kind in moved if moved[kind] == place) for place in ("cpu", "nvme")}
     stages = 0 if job.on_cpu else sum(size for kind, size in rings.items() if moved[kind] == "nvme")
+    stages += _step_bytes(job, state_ring, _staging_bytes(largest_state, trained))
     stepped = {"optimizer": states, "param_shards": trained, "grad_shards": 0}
     return Offloaded(
         (*first, *_without(events, moved)),
@@ -88,6 +97,7 @@ def offloaded(recording: Recording, events: tuple[StepEvent, ...]) -> Offloaded:
         at["nvme"],
         sum(stepped[kind] for kind in moved),
         sum(stepped[kind] for kind in moved if moved[kind] == "nvme"),
+        states,
         by_kind["grad_shards"] if "grad_shards" in moved else 0,
     )
 
@@ -135,6 +145,26 @@ def _state_ring_bytes(job: Job, largest_bytes: int) -> int:
         return max(least, _LEAST_RING_BYTES)
     whole = _RING_BUFFERS * _PAGE_BYTES
     return max(least, asked // whole * whole)
+
+
+def _step_bytes(job: Job, ring_bytes: int, staging_bytes: int) -> int:
+    """Return the host memory that a step on the host takes: the ring, for state on a disk, and staging buffers for
+    weights and gradients that do not rest in host memory."""
+    if not job.steps_on_host:
+        return 0
+    moved = job.elsewhere
+    ring = ring_bytes if moved["optimizer"] == "nvme" else 0
+    return ring + sum(staging_bytes for kind in ("param_shards", "grad_shards") if moved.get(kind) != "cpu")
+
+
+def _staging_bytes(largest_bytes: int, trained_bytes: int) -> int:
+    """Return the bytes of the staging buffers of a step on the host, for weights or for gradients.
+
+    Args:
+        largest_bytes: bytes of the largest state tensor, which is as large as the largest parameter.
+        trained_bytes: bytes of all trained parameters of a rank.
+    """
+    return min(_STAGING_BUFFERS * max(_STAGED_BYTES, largest_bytes), trained_bytes)
 
 
 def _slices(facts: Facts) -> list[int]:

@@ -61,6 +61,10 @@ def _of_the_host(node: Node, job: Job) -> Iterator[Assumption]:
     if not job.on_cpu:
         link = f"{node.copied_bytes_per_s / 1e9:,.0f} GB/s one way ({_source(node.link_bytes_per_s)}; "
         yield Assumption("host and device", f"{link}{_source(node.link_share)})", half)
+    if job.steps_on_host:
+        processors = node.processors_bytes_per_s
+        rate = f"{processors.value / 1e9:,.0f} GB/s of memory per node ({_source(processors)})"
+        yield Assumption("step on the host", rate, half)
     if job.offload is not None and "nvme" in {job.offload.params, job.offload.optimizer}:
         disk = node.disk_bytes_per_s
         yield Assumption("disk", f"{disk.value / 1e9:,.0f} GB/s per node ({_source(disk)})", half)

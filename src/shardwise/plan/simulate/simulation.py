@@ -185,6 +185,8 @@ class _Simulation:
     def _kernel(self, kernel: Kernel) -> None:
         if self.work is not None and kernel.phase is StepPhase.OPTIMIZER:
             self.work.begin_step(self.compute_s)
+            if self.work.task.on_host is not None:  # counted there, the little that clipping costs a device included
+                return
         self.log.flops += kernel.flops
         self._hand_out(usual_host().compiled_operation_s if self.roofline.compiled else usual_host().operation_s)
         if not kernel.stream or not self.roofline.hardware.overlaps:

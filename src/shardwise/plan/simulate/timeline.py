@@ -9,7 +9,7 @@ from shardwise.plan.dry_run.recording import StepPhase
 from shardwise.plan.offload.host_work import STREAMS
 
 COMPUTE = "compute"
-SLICE, STEP, UNIT_STEP = "slice from elsewhere", "copies of the step", "copies of a unit's step"
+SLICE, STEP, UNIT_STEP = "slice from elsewhere", "host and disk of the step", "host and disk of a unit's step"
 INPUT = "input of a block"
 """What computation may wait for besides collectives: the values of `Stall.op` for host and disk."""
 _OF_THE_HOST = frozenset({SLICE, STEP, UNIT_STEP, INPUT})

@@ -50,8 +50,14 @@ def _offload(config: OffloadConfig | None) -> sw.Offload | None:
     places = None if config is None else config.places
     if config is None or places is None:
         return None
-    ring_bytes, gradients = places.ring_bytes, places.gradients
-    return sw.Offload(places.params, places.optimizer, config.path, ring_bytes=ring_bytes, gradients=gradients)
+    return sw.Offload(
+        places.params,
+        places.optimizer,
+        config.path,
+        ring_bytes=places.ring_bytes,
+        gradients=places.gradients,
+        step=places.step,
+    )
 
 
 def needs_loss_scaling(config: ParallelConfig) -> bool:

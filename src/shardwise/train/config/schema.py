@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from shardwise.errors import ConfigError, MeshError
+from shardwise.policy.offload import PLACES
 from shardwise.policy.places import Places
 from shardwise.policy.strategy import LEAST_SLOTS
 from shardwise.suggest import divisors
@@ -254,6 +255,8 @@ class OffloadConfig(Section):
     """Where the optimizer state is kept: none = beside the shards; "cpu" = in host memory; "nvme" = on disk."""
     gradients: Annotated[Literal["cpu"] | None, NoneWord] = None
     """Where reduced gradients are kept until the step: none = on the device; "cpu" = in host memory."""
+    step: Annotated[Literal["cpu"] | None, NoneWord] = None
+    """Which processor takes the optimizer's step: none = the device; "cpu" = the host, which needs `optimizer`."""
     path: Annotated[str | None, NoneWord] = None
     """Directory on a local disk for "nvme". Nothing is left in it."""
     ring_mib: Annotated[PositiveInt | None, NoneWord] = None
@@ -276,6 +279,15 @@ class OffloadConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_state_to_step_with(self) -> Self:
+        if self.step is not None and self.optimizer is None:
+            raise ValueError(
+                f'step = "{self.step}" steps with state that is kept on the host: set optimizer = "cpu" or "nvme", or '
+                "leave step out (step=none)"
+            )
+        return self
+
     @property
     def on_disk(self) -> str | None:
         """Key of something that is kept on disk, `params` before `optimizer`; None if nothing is."""
@@ -285,7 +297,7 @@ class OffloadConfig(Section):
     def places(self) -> Places | None:
         """The section in the form that plans use; None if everything is on the device."""
         ring_bytes = None if self.ring_mib is None else self.ring_mib * 2**20
-        places = {"params": self.params, "optimizer": self.optimizer, "gradients": self.gradients}
+        places = {name: getattr(self, name) for name in PLACES}
         return Places.of({**places, "ring_bytes": ring_bytes})
 
 
