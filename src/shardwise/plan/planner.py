@@ -46,11 +46,15 @@ _LADDER: tuple[Mapping[str, Any], ...] = (
             (f"optimizer={place}", {}),
             (f"params={place},optimizer={place}", {}),
             (f"params={place},optimizer={place},gradients=cpu", {}),
+            (f"params={place},optimizer={place},gradients=cpu,step=cpu", {}),
             (f"params={place},optimizer={place}", {"optimizer_in_backward": True}),
         )
     ),
 )
 """Tried in this order when nothing fits: each entry frees more memory, or costs more time, than the one before."""
+
+_CLEARLY = 0.9
+"""A step on the host, whose rate is assumed, is proposed if the whole step is at most so much of the device's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +137,19 @@ def _with_more(question: Question, forecasters: Forecasters, nearest: Job) -> Fo
             continue
         if job == lean or judge(forecasters(job), question.budget_bytes).verdict is not Verdict.FITS:
             continue
-        found = explore_with(narrowed, space, forecasters, None).best
-        return found if found is not None else forecasters(job)
+        found = explore_with(narrowed, space, forecasters, None).best or forecasters(job)
+        return _where_the_step_is_shorter(found, forecasters, question.budget_bytes)
     return None
+
+
+def _where_the_step_is_shorter(found: Forecast, evaluate: Evaluate, budget_bytes: int | None) -> Forecast:
+    """Return a forecast with the optimizer's step on the device or, if that fits and is clearly faster, on the host."""
+    places = found.job.offload
+    if places is None or places.optimizer is None or places.step is not None:
+        return found
+    on_host = evaluate(replace(found.job, offload=replace(places, step="cpu")))
+    fits = judge(on_host, budget_bytes).verdict is Verdict.FITS
+    return on_host if fits and on_host.step_time_s < _CLEARLY * found.step_time_s else found
 
 
 def _answers(

@@ -1,6 +1,7 @@
 """Plans of offload: what is answered where nothing fits, and what becomes of a plan that was asked for."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from shardwise.cli.app import run
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan import planner
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.hardware.devices import find_device
+from shardwise.plan.hardware.devices import Figure, find_device
 from shardwise.plan.models.source import resolve
 from shardwise.plan.report.rendering import table_text
 from shardwise.plan.search.exploration import needed_bytes
@@ -59,16 +60,28 @@ def test_where_nothing_fits_offload_is_tried_and_priced() -> None:
         answer.check_fits()
 
 
-def test_gradients_leave_the_device_where_weights_and_state_are_not_enough() -> None:
-    """Of a batch that is accumulated, which steps in backward cannot take."""
+@pytest.mark.parametrize(("rate", "step"), [(1e10, ""), (1e12, ",step=cpu")])
+def test_gradients_leave_the_device_where_weights_and_state_are_not_enough(rate: float, step: str) -> None:
+    """Of a batch that is accumulated, which steps in backward cannot take. The host steps if that is faster."""
     everything = "params=cpu,optimizer=cpu,gradients=cpu"
-    given = {**ASKED, "micro_batch": 1, "accumulation": 2, "precision": Precision("bf16", "fp32", "fp32")}
+    gpu = replace(find_device("h100-sxm-80gb"), node={"processors_bytes_per_s": Figure(rate, "a test")})
+    given = {**ASKED, "gpu": gpu, "micro_batch": 1, "accumulation": 2, "precision": Precision("bf16", "fp32", "fp32")}
     lean = {**given, "activation_checkpointing": "full", "strategy": "full_shard"}
     enough = needed_bytes(sw.plan.forecast(DEEP, offload=everything, **lean))
     answer = planner.plan(Question(DEEP, given, budget_bytes=enough + 20 * MIB))
     assert answer.best is None
-    assert f"It would fit with --offload {everything}: " in " ".join(table_text(answer.report).split())
+    assert f"It would fit with --offload {everything}{step}: " in " ".join(table_text(answer.report).split())
     assert needed_bytes(sw.plan.forecast(DEEP, offload="cpu", **lean)) > enough + 20 * MIB
+
+
+def test_a_device_without_room_for_rings_leaves_the_step_to_the_host() -> None:
+    everything = "params=cpu,optimizer=cpu,gradients=cpu,step=cpu"
+    slow = replace(find_device("h100-sxm-80gb"), node={"processors_bytes_per_s": Figure(1e9, "a test")})
+    given = {**ASKED, "gpu": slow, "micro_batch": 1, "accumulation": 2, "precision": Precision("bf16", "fp32", "fp32")}
+    lean = {**given, "activation_checkpointing": "full", "strategy": "full_shard"}
+    enough = needed_bytes(sw.plan.forecast(DEEP, offload=everything, **lean))
+    answer = planner.plan(Question(DEEP, given, budget_bytes=enough + 20 * MIB))
+    assert f"It would fit with --offload {everything}: " in " ".join(table_text(answer.report).split())
 
 
 @pytest.mark.parametrize("change", [{"offload": "none"}, {"engine": "fsdp2"}, {"optimizer": "muon"}])
