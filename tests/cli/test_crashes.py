@@ -134,7 +134,7 @@ def wait_until_nobody_runs_here() -> None:
 
 def _runs_in(process: Path, here: str) -> bool:
     try:
-        is_rank = b"TORCHELASTIC_RUN_ID" in (process / "environ").read_bytes()
+        is_rank = b"SHARDWISE_REPORTS" in (process / "environ").read_bytes()
         return is_rank and str((process / "cwd").readlink()) == here
     except OSError:
         return False

@@ -20,7 +20,9 @@ pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
 MOST_S = 30.0
-"""From the failure of one rank to the end of all."""
+"""Longest time from the failure of one rank to the end of all."""
+TORCHRUN_S = 30.0
+"""Time after which torchrun kills a rank that it has asked to end."""
 CONFIG = f"""{GPT2}
 [train]
 steps = 4
@@ -42,10 +44,6 @@ if "RANK" in os.environ:
     from shardwise.train import trainer
     from tests.comm import nccl_double
 
-    if "SHARDWISE_LAUNCHER" not in os.environ:  # else the worker is what is run, not to be imported before
-        from shardwise.cli.process import worker
-
-        worker.STUCK_S = 3.0
     init, loss = dist.init_process_group, trainer.LossFunction.__call__
     dist.init_process_group = lambda backend: init(nccl_double.BACKEND)
     double = nccl_double.doubled()
@@ -160,6 +158,5 @@ def test_so_it_does_under_torchrun(failure: str, words: tuple[str, ...]) -> None
     assert ended.status == 1
     for expected in words:
         assert expected in ended.err, ended.err
-    assert "rank 0 was asked to end, made no progress for" in ended.err
-    assert ended.took_s < MOST_S
+    assert ended.took_s < TORCHRUN_S + MOST_S
     assert nobody_runs()

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,30 +23,6 @@ def test_ranks_run_the_resolved_configuration(start: Start) -> None:
     ended = start("train", "run.toml", "parallel.strategy=shard_grad_op", "train.micro_batch=3").end()
     assert (ended.status, ended.err) == (0, "")
     assert ended.out == "starting 2 ranks, 1 steps: runs/run\nstrategy shard_grad_op batch 6\n"
-
-
-def test_an_interrupt_before_the_first_step_leaves_nothing(start: Start, tmp_path: Path) -> None:
-    scenario = """
-from pathlib import Path
-Path("runs/run/checkpoints").mkdir(parents=True, exist_ok=True)
-for name in ("config.toml", "metrics.jsonl", ".running"):
-    Path("runs/run", name).touch()
-Path(f"begun-{rank}").touch()
-time.sleep(600)
-"""
-    for before in ("", "runs/run/notes.txt"):
-        if before:
-            (tmp_path / before).parent.mkdir(parents=True)
-            (tmp_path / before).touch()
-        command = start("train", "run.toml", scenario=scenario)
-        while len(list(tmp_path.glob("begun-*"))) < 2:
-            assert command.process.poll() is None, command.end()
-            time.sleep(0.01)
-        command.interrupt()
-        assert command.end(timeout_s=40).status == 130
-        for mark in tmp_path.glob("begun-*"):
-            mark.unlink()
-        assert (tmp_path / "runs").exists() is bool(before)  # what was there before stays
 
 
 @pytest.mark.parametrize(
@@ -247,7 +222,7 @@ def test_a_second_interrupt_does_not_wait(start: Start) -> None:
 @pytest.mark.parametrize("delay_s", [0.0, 2.0])
 def test_an_interrupt_before_the_ranks_listen(start: Start, delay_s: float) -> None:
     """While the launcher loads, and about when it starts the ranks."""
-    begun = "from shardwise.cli import main; main.signal.signal(2, main._leave); print('begun', flush=True)"
+    begun = "from shardwise.cli import main; main.signal.signal(2, main.end_at_once); print('begun', flush=True)"
     command = start("train", "run.toml", scenario="time.sleep(600)", setup=begun)
     assert command.process.stdout is not None
     assert command.process.stdout.readline() == "begun\n"
@@ -302,8 +277,7 @@ if rank == 0:
 os.write(1, b"training\\n")  # in one piece: both ranks write to one pipe
 time.sleep(600)
 """
-    shorter = "from shardwise.cli.process import launch; launch.STRAGGLER_GRACE_S = 1.0"
-    command = _start_and_wait(start, scenario, shorter)
+    command = _start_and_wait(start, scenario)
     command.interrupt()
     ended = command.end(timeout_s=15)
     assert (ended.status, ended.err) == (130, f"{STOPPING}\ninterrupted\n")
@@ -336,26 +310,6 @@ time.sleep(600)
 def test_mistakes_found_before_any_rank_starts(start: Start, overrides: tuple[str, ...], line: str) -> None:
     ended = start("train", "run.toml", *overrides, scenario="print('started')").end()
     assert (ended.status, ended.out, ended.err) == (2, "", line)
-
-
-def test_a_taken_port_is_named(start: Start) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        ended = start("train", "run.toml", MASTER_PORT=port).end()
-    assert ended.status == 2
-    assert ended.err.startswith(f"error: MASTER_PORT={port} cannot be used (Address already in use)")
-    assert ended.err.count("\n") == 1
-
-
-def test_a_free_port_is_used(start: Start) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ended = start("train", "run.toml", scenario="print(os.environ['MASTER_PORT'])", MASTER_PORT=port).end()
-    assert ended.status == 0, ended.err
-    assert ended.out.split()[-1] == port
 
 
 def test_inside_torchrun_it_is_a_rank(start: Start) -> None:
