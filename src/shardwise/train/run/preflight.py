@@ -54,22 +54,6 @@ def check_wishes(config: Config) -> None:
         raise ConfigError(f"lora.r={config.lora.r} needs PEFT, which is not installed: pip install peft")
 
 
-def crowding(config: Config, gpus: int) -> str | None:
-    """Return a one-line warning if there are more CPU ranks than cores of this machine; else None.
-
-    Args:
-        config: fitted to its ranks.
-        gpus: number of GPUs of this machine.
-    """
-    ranks, cores = config.parallel.ranks, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    cores = cores or os.cpu_count() or 1
-    if gpus or not isinstance(ranks, int) or ranks <= cores:
-        return None
-    return (
-        f"parallel.ranks={ranks} on {cores} core{'s' if cores > 1 else ''}: the ranks share the cores, and start slowly"
-    )
-
-
 def check_devices(local_ranks: int, gpus: int) -> None:
     """Raise MeshError if this machine has GPUs, but fewer than ranks. For a launcher, which sees all GPUs."""
     if 0 < gpus < local_ranks:
