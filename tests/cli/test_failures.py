@@ -1,5 +1,7 @@
-"""`shardwise train` over a double of NCCL's process group, which waits for peers at its end and does not notice that
-they are gone: whatever happens to one rank, all end soon and the user reads why."""
+"""Whatever happens to one rank of `shardwise train`, all ranks end soon and the user reads why.
+
+The ranks use a double of NCCL's process group: its destructor waits for peers, whether or not they are gone.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +80,11 @@ class Ended:
     status: int
     err: str
     took_s: float
-    """Since the failure."""
+    """Seconds from the failure to the end of the command."""
 
 
 def train(command: tuple[str, ...], failure: str | None = None) -> Ended:
-    """The command a user gives, in an environment without ranks."""
+    """Run the command that a user gives, in an environment without the variables of ranks."""
     path = os.pathsep.join(["hook", str(ROOT), os.environ.get("PYTHONPATH", "")])
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     env = {**clean, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "NCCL_DOUBLE_WATCHDOG_S": "60"}
@@ -106,7 +108,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_runs() -> bool:
-    """No rank has outlived the command."""
+    """Return whether all ranks have ended."""
     for rank in range(2):
         pid = int(Path(f"pid-{rank}").read_text())
         try:

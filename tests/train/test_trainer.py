@@ -69,7 +69,7 @@ def run_alone(*overrides: str) -> None:
 
 
 def run_here(folder: str, overrides: tuple[str, ...]) -> str:
-    """What a rank prints while it runs in a folder."""
+    """Train in a folder. Returns what the rank prints."""
     printed = io.StringIO()
     before = Path.cwd()
     os.chdir(folder)
@@ -344,7 +344,7 @@ FROM_FINAL = ("model.config=none", "model.path=runs/tiny/final", "model.weights=
 
 
 def tune_here(folder: str) -> str:
-    """Nobody loads the whole model."""
+    """Train from the weights in `final/`, where loading the whole model raises."""
     import transformers
 
     def refuse(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""How runs end: the status, and what the user reads."""
+"""How runs end: the exit status, and what the user reads."""
 
 import os
 import signal
@@ -57,7 +57,7 @@ time.sleep(600)
 
 
 def test_no_rank_outlives_its_launcher(start: Start, tmp_path: Path) -> None:
-    """It would go on saving beside the ranks of the next start."""
+    """A rank that did would go on saving at the same time as the ranks of the next start."""
     scenario = f"""
 open(r"{tmp_path}/rank-" + str(rank), "w").write(str(os.getpid()))
 os.write(1, b"training\\n")  # in one piece: both ranks write to one pipe
@@ -66,7 +66,7 @@ time.sleep(600)
     command = _start_and_wait(start, scenario)
     pids = [int((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
     command.process.kill()
-    command.end(timeout_s=30)  # when nobody has its standard output open any more
+    command.end(timeout_s=30)  # returns when no process has the standard output open any more
     deadline_s = time.monotonic() + 20
     while any(_runs(pid) for pid in pids):  # files are closed a little before a process is gone
         assert time.monotonic() < deadline_s
@@ -99,7 +99,7 @@ raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [
 
 
 def test_what_one_rank_fails_at_is_no_mistake_of_its_peers(start: Start) -> None:
-    """Rank 1 hears of it and ends first, with a line for its user."""
+    """Rank 1 learns that rank 0 failed and ends first. Its PeerError, a UserError, must not be shown as a mistake."""
     scenario = """
 from shardwise.train.process.ranks import started
 with started() as ranks:
@@ -180,7 +180,7 @@ def test_an_interrupt_lets_every_rank_save(start: Start, tmp_path: Path) -> None
 
 
 def test_a_hangup_lets_every_rank_save(start: Start, tmp_path: Path) -> None:
-    """However often it comes."""
+    """Also if the signal is sent several times."""
     command = _start_and_wait(start, SAVES_ON_INTERRUPT)
     for _ in range(3):
         command.process.send_signal(signal.SIGHUP)
@@ -191,7 +191,7 @@ def test_a_hangup_lets_every_rank_save(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_hangup_that_was_ignored_stays_so(start: Start) -> None:
-    """As under nohup."""
+    """`nohup` starts a program with SIGHUP ignored."""
     waits = "os.write(1, b'training\\n'); time.sleep(1.5); assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN"
     command = _start_and_wait(start, waits, "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)")
     command.process.send_signal(signal.SIGHUP)
@@ -200,7 +200,7 @@ def test_a_hangup_that_was_ignored_stays_so(start: Start) -> None:
 
 
 def test_ranks_save_though_nobody_reads_what_is_said(start: Start, tmp_path: Path) -> None:
-    """As in `shardwise train ... 2>&1 | tee log`, where Ctrl-C ends tee."""
+    """In `shardwise train ... 2>&1 | tee log`, Ctrl-C also ends tee, which reads standard error."""
     command = _start_and_wait(start, SAVES_ON_INTERRUPT)
     assert command.process.stderr is not None
     command.process.stderr.close()
@@ -221,7 +221,7 @@ def test_a_second_interrupt_does_not_wait(start: Start) -> None:
 
 @pytest.mark.parametrize("delay_s", [0.0, 2.0])
 def test_an_interrupt_before_the_ranks_listen(start: Start, delay_s: float) -> None:
-    """While the launcher loads, and about when it starts the ranks."""
+    """The delays: while the launcher imports, and at about the time at which it starts the ranks."""
     begun = "from shardwise.cli import main; main.signal.signal(2, main.end_at_once); print('begun', flush=True)"
     command = start("train", "run.toml", scenario="time.sleep(600)", setup=begun)
     assert command.process.stdout is not None
@@ -247,7 +247,7 @@ def test_an_interrupt_while_ranks_boot_waits_for_their_handlers(start: Start, tm
 
 
 def test_an_interrupt_while_ranks_import_is_no_failure(start: Start) -> None:
-    """As an extension module says that is imported again after an interrupt broke its first import off."""
+    """If a KeyboardInterrupt breaks off the import of an extension module, its next import raises this ImportError."""
     scenario = """
 os.write(1, b"training\\n")  # in one piece: both ranks write to one pipe
 try:
@@ -270,7 +270,7 @@ def test_a_failure_while_saving_is_not_an_interrupt(start: Start) -> None:
 
 
 def test_a_straggler_is_not_waited_for(start: Start) -> None:
-    """Rank 1 is interrupted where nobody handles it and leaves rank 0 waiting for it in native code."""
+    """Rank 1 ends at the interrupt; rank 0 ignores it, like a rank that waits for its peer in native code."""
     scenario = """
 if rank == 0:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -335,8 +335,8 @@ def test_malloc_settings_of_the_users_stay(chosen: dict[str, str]) -> None:
     assert malloc_settings(chosen) == {}
 
 
-# 200 MB in blocks of 10 MB: freed, they are the top of the heap. What a third round faults in tells whether they
-# stayed; one block may still find its place then.
+# 200 MB in blocks of 10 MB. Freed, they are the top of the heap. The page faults of a third round show whether malloc
+# kept them; some of its blocks may still need new pages.
 FREES = """
 import ctypes, resource
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: one fault would bring 512 pages

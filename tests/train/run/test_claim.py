@@ -31,7 +31,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take() -> list[str]:
-    """Claim the directory for a moment; returns the warnings."""
+    """Claim the directory and release it. Returns the warnings."""
     warnings: list[str] = []
     with claimed(RUN, warnings.append):
         assert (RUN / NAME).read_text().startswith(f"process {os.getpid()} on ")

@@ -1,4 +1,4 @@
-"""What a configuration names is looked for before any rank is started, wherever it lies."""
+"""Files that a configuration names are looked for before any rank is started, also at URLs."""
 
 from __future__ import annotations
 
