@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "src" / "shardwise"
 
 # What each package may import besides itself. Packages of one layer may not import each other.
 LAYERS = [
-    {"accelerators", "cores", "errors", "liveness", "suggest", "tables"},
+    {"accelerators", "errors", "liveness", "suggest", "tables"},
     {"layout", "policy", "foreign", "together"},
     {"comm", "files"},
     {"sharded"},
@@ -62,7 +62,6 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "cli": {"process": set(), ".": {"process"}},
 }
 NO_TORCH = {"errors", "liveness", "suggest", "tables", "layout", "policy", "foreign", "together", "files", "jax"}
-NO_TORCH |= {"cores"}
 TOP = "the package itself"
 
 

@@ -1,4 +1,4 @@
-"""Runs the real command line on a stand-in trainer whose ranks behave as a test says."""
+"""Fixtures that run the real command line with a stand-in for the trainer: each rank does what the test says."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ sys.modules["shardwise.train.trainer"] = module
 
 @dataclass
 class Started:
-    """One command under way."""
+    """A command that is running."""
 
     process: subprocess.Popen[str]
     began_s: float
@@ -47,14 +47,14 @@ class Started:
         self.process.send_signal(signal.SIGINT)
 
     def end(self, timeout_s: float = 60) -> "Ended":
-        """Wait for the end."""
+        """Wait until the command ends."""
         out, err = self.process.communicate(timeout=timeout_s)
         return Ended(self.process.returncode, out, err, time.monotonic() - self.began_s)
 
 
 @dataclass
 class Ended:
-    """One command that has ended."""
+    """A command that has ended."""
 
     status: int
     out: str
@@ -67,7 +67,7 @@ Start = Callable[..., Started]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """A function that starts `shardwise` with arguments.
+    """Return a function that starts `shardwise` with arguments.
 
     Each rank runs `scenario`; the launcher runs `setup` first; `environment` is added to both.
     """

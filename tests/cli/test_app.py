@@ -1,4 +1,4 @@
-"""What the command line prints and returns, in this process."""
+"""What the command line prints and returns, run in this process."""
 
 import subprocess
 import sys

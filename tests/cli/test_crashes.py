@@ -52,14 +52,14 @@ if kill and os.environ.get("RANK") == str(kill["rank"]):
 
 @dataclass(frozen=True)
 class Kill:
-    """The rank that is about to make this change to files below `checkpoints/` dies."""
+    """Which rank is killed, and before which change that it makes to files below `checkpoints/`."""
 
     rank: int
     change: str
     half: bool = False
-    """In the middle of the write."""
+    """Whether the rank is killed in the middle of a write instead of before it."""
     launcher: bool = False
-    """Its launcher too."""
+    """Whether the launcher is killed too."""
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(kill: Kill | None = None) -> tuple[int, str]:
-    """The command a user gives: its status and what it says is wrong."""
+    """Run the command that a user gives. Returns its exit status and its standard error."""
     path = os.pathsep.join(["hook", str(ROOT), os.environ.get("PYTHONPATH", "")])
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     env = {**clean, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "KILL": json.dumps(kill.__dict__ if kill else {})}
@@ -124,7 +124,7 @@ def test_a_run_that_is_killed_again_and_again_goes_on_to_the_same_end(ranks: Ran
 
 
 def wait_until_nobody_runs_here() -> None:
-    """A rank whose launcher and peer are gone ends by itself."""
+    """Wait until no rank runs in this directory: one whose launcher and peer are gone must end without help."""
     deadline = time.monotonic() + 30
     here = str(Path.cwd())
     while any(_runs_in(process, here) for process in Path("/proc").glob("[0-9]*")):
@@ -134,7 +134,7 @@ def wait_until_nobody_runs_here() -> None:
 
 def _runs_in(process: Path, here: str) -> bool:
     try:
-        is_rank = b"TORCHELASTIC_RUN_ID" in (process / "environ").read_bytes()
+        is_rank = b"SHARDWISE_REPORTS" in (process / "environ").read_bytes()
         return is_rank and str((process / "cwd").readlink()) == here
     except OSError:
         return False

@@ -1,5 +1,7 @@
-"""`shardwise train` over a double of NCCL's process group, which waits for peers at its end and does not notice that
-they are gone: whatever happens to one rank, all end soon and the user reads why."""
+"""Whatever happens to one rank of `shardwise train`, all ranks end soon and the user reads why.
+
+The ranks use a double of NCCL's process group: its destructor waits for peers, whether or not they are gone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
 MOST_S = 30.0
-"""From the failure of one rank to the end of all."""
+"""Longest time from the failure of one rank to the end of all."""
+TORCHRUN_S = 30.0
+"""Time after which torchrun kills a rank that it has asked to end."""
 CONFIG = f"""{GPT2}
 [train]
 steps = 4
@@ -42,10 +46,6 @@ if "RANK" in os.environ:
     from shardwise.train import trainer
     from tests.comm import nccl_double
 
-    if "SHARDWISE_LAUNCHER" not in os.environ:  # else the worker is what is run, not to be imported before
-        from shardwise.cli.process import worker
-
-        worker.STUCK_S = 3.0
     init, loss = dist.init_process_group, trainer.LossFunction.__call__
     dist.init_process_group = lambda backend: init(nccl_double.BACKEND)
     double = nccl_double.doubled()
@@ -80,11 +80,11 @@ class Ended:
     status: int
     err: str
     took_s: float
-    """Since the failure."""
+    """Seconds from the failure to the end of the command."""
 
 
 def train(command: tuple[str, ...], failure: str | None = None) -> Ended:
-    """The command a user gives, in an environment without ranks."""
+    """Run the command that a user gives, in an environment without the variables of ranks."""
     path = os.pathsep.join(["hook", str(ROOT), os.environ.get("PYTHONPATH", "")])
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     env = {**clean, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "NCCL_DOUBLE_WATCHDOG_S": "60"}
@@ -108,7 +108,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_runs() -> bool:
-    """No rank has outlived the command."""
+    """Return whether all ranks have ended."""
     for rank in range(2):
         pid = int(Path(f"pid-{rank}").read_text())
         try:
@@ -160,6 +160,5 @@ def test_so_it_does_under_torchrun(failure: str, words: tuple[str, ...]) -> None
     assert ended.status == 1
     for expected in words:
         assert expected in ended.err, ended.err
-    assert "rank 0 was asked to end, made no progress for" in ended.err
-    assert ended.took_s < MOST_S
+    assert ended.took_s < TORCHRUN_S + MOST_S
     assert nobody_runs()

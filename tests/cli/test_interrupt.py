@@ -1,4 +1,4 @@
-"""Runs interrupted by real signals: all ranks end after the same step, saved, and go on as if nothing had happened."""
+"""Runs interrupted by real signals: all ranks save and end after the same step, and a resumed run ends the same."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start a command and return when the run has taken three steps."""
+    """Return a function that starts a command and waits until the run has taken three steps."""
     started: list[subprocess.Popen[str]] = []
 
     def start_(*command: str, output: int = subprocess.PIPE, **environment: str) -> subprocess.Popen[str]:
@@ -116,7 +116,7 @@ def run_here(folder: str, *overrides: str) -> None:
 
 
 def saved_where_it_ended() -> int:
-    """The step after which the run ended; its checkpoint is whole, and nothing else is lying about."""
+    """Return the step after which the run ended. Its checkpoint must be intact, and no partial one may be left."""
     newest = latest("runs/tiny")
     assert isinstance(newest, Path)
     verify(newest)
@@ -145,8 +145,8 @@ def test_a_run_whose_terminal_is_closed_is_saved(start: Start) -> None:
     reading, writing = pty.openpty()
     process = start("-c", LAUNCHER, "train", "tiny.toml", "checkpoint.every=1000", output=writing)
     os.close(writing)
-    os.close(reading)  # from here on printing raises in a process that has nothing else
-    for _ in range(2):  # one by the shell, one by the kernel
+    os.close(reading)  # from here on, a plain print raises
+    for _ in range(2):  # one from the shell, one from the kernel
         process.send_signal(signal.SIGHUP)
         time.sleep(0.05)
     assert process.wait(60) == 130

@@ -56,7 +56,7 @@ def written(more: str = "", dtype: str = "fp32") -> Path:
 
 
 def trained(path: Path) -> dict[str, int]:
-    """Memory of the run as the trainer itself describes it to the planner."""
+    """Return the memory that the planner forecasts for the run as the trainer describes it."""
     device = torch.device("cpu")
     ranks = Ranks(0, 2, device)
     config, _ = compute_dtype.settle(load(path).for_ranks(2), device, None)
@@ -65,14 +65,14 @@ def trained(path: Path) -> dict[str, int]:
 
 
 def asked(path: Path) -> Job:
-    """What `--from` asks."""
+    """Return the job that `shardwise plan --from` asks about."""
     arguments = _question(with_settings(Options(foreign=path, gpu="cpu"))).arguments
     given = {name: value for name, value in arguments.items() if value is not None}
     return Job.of(**{name: value[0] if isinstance(value, list) else value for name, value in given.items()})
 
 
 def planned(path: Path) -> dict[str, int]:
-    """Its memory."""
+    """Return the memory that the planner forecasts for the job of `asked`."""
     model = load(path).model.config
     assert model is not None
     return dict(forecast_of(recorded(resolve(model), asked(path))).memory)

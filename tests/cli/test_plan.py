@@ -61,7 +61,7 @@ def test_json_is_the_forecast(capsys: Printed) -> None:
 
 
 def test_the_winner_trains_unchanged(capsys: Printed) -> None:
-    """Written for one CPU rank, loaded as it is, run for a step: its shape, dtype and batch are the plan's."""
+    """A configuration written for one CPU rank is loaded and run for a step: shape, dtype and batch are as planned."""
     arguments = ["plan", "config.json", "--gpu", "cpu", "--gpus", "1", "--global-batch", "4", "--precision", "bf16"]
     fixed = ["--micro-batch", "2", "--seq-len", "64", "--strategy", "full_shard", "--config", "tiny.toml"]
     assert run([*arguments, *fixed, "--activation-checkpointing", "full", "--slots", "4"]) == 0
@@ -202,7 +202,7 @@ def test_a_group_to_reshard_to_leaves_strategies_out_and_says_which(capsys: Prin
 
 
 def test_learned_positions_are_as_many_in_the_plan_as_in_training(capsys: Printed) -> None:
-    """The default length is the model's; training the written configuration builds what was planned."""
+    """The default sequence length is the model's, and the written configuration builds the model that was planned."""
     gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 320}
     Path("config.json").write_text(json.dumps(gpt2))
     fixed = [*FIXED[:-2], "--gpus", "1", "--config", "run.toml", "--json"]
@@ -234,7 +234,7 @@ def test_calibration_writes_a_file_that_plans_use(capfd: Printed) -> None:
 
 
 def test_a_directory_trains_on_from_what_is_there(capsys: Printed) -> None:
-    """Weights and tokenizer are the directory's; what to train on is asked for before any rank starts."""
+    """The written configuration names the directory's weights and tokenizer. The user is told to set data.source."""
     Path("mine").mkdir()
     Path("mine/config.json").write_text(json.dumps(TINY))
     for name in ("model.safetensors", "tokenizer.json"):
@@ -251,7 +251,7 @@ def test_a_directory_trains_on_from_what_is_there(capsys: Printed) -> None:
 
 
 def test_how_few_devices_would_do_is_an_answer(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though nothing fits the devices that were named."""
+    """Although nothing fits the devices that the question names."""
 
     def nothing_fits() -> None:
         raise PlanError("nothing fits 8 x h100")

@@ -1,4 +1,4 @@
-"""How far something is."""
+"""The display of progress."""
 
 import sys
 

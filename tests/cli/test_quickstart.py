@@ -48,7 +48,7 @@ def test_the_quickstart_trains_samples_and_sums_up(tmp_path: Path) -> None:
 
 
 def _check_table(shown: str, memory: dict[str, int | None]) -> None:
-    """Bytes by kind on two ranks beside DDP's, and how they compare."""
+    """Check the table of bytes by kind on two ranks, beside DDP's, and the quotient of the totals."""
     assert "bytes per rank on 2 ranks" in shown
     assert "full_shard, counted" in shown
     assert "DDP, computed" in shown

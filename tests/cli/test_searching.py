@@ -1,4 +1,4 @@
-"""A search shows what it knows: in place on a terminal, in lines elsewhere, and when it is interrupted."""
+"""A search shows results so far: in place on a terminal, as lines elsewhere, and when it is interrupted."""
 
 import os
 import pty

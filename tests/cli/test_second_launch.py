@@ -1,4 +1,4 @@
-"""Two launches into one run's directory: the second is refused, and never by a process that is gone."""
+"""Two launches into one run's directory: the second is refused if the process of the first still runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
 
 @pytest.mark.slow
 def test_a_second_launch_is_refused_by_name_and_a_dead_one_does_not_block(start: Start) -> None:
-    """As orphans of a torchrun that was killed would be met: their first rank still runs."""
+    """The first launch is a torchrun that is killed: its ranks live on, and rank 0 holds the lock."""
     first = start(*TORCHRUN, "train", "tiny.toml", "checkpoint.every=2", SLOW="1")
     holder = (RUN / NAME).read_text()
     found = re.fullmatch(rf"process (\d+) on {re.escape(socket.gethostname())}, started at [-\d: ]+ UTC", holder)
@@ -52,11 +52,10 @@ def test_a_second_launch_is_refused_by_name_and_a_dead_one_does_not_block(start:
     assert (third.returncode, err) == (0, "")
     assert "resuming from runs/tiny/checkpoints/step-000002" in out
     assert steps() == [1, 2, 3, 4, 5, 6]
-    assert not (RUN / NAME).exists()
 
 
 def children_of_the_same_run(first: int) -> list[int]:
-    """Ranks of the run: they have one process group of torchrun's making each, but one MASTER_PORT."""
+    """Return the process ids of all ranks of the run of rank `first`: torchrun gave them the same MASTER_PORT."""
 
     def port(pid: int) -> bytes:
         try:

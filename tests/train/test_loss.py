@@ -1,4 +1,4 @@
-"""The loss is the mean over the target tokens of all ranks, however they are spread."""
+"""The loss is the mean over the target tokens of all ranks, however these are spread over the ranks."""
 
 import math
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ class OwnLossModel(LogitsModel):
 
 
 def micro_batch(*targets: int, seed: int = 0) -> DeviceBatch:
-    """Rows of 6 tokens, of which row i has `targets[i]` targets at its end."""
+    """Return rows of 6 tokens; row i has `targets[i]` targets at its end."""
     ids = torch.randint(VOCAB, (len(targets), 6), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     for row, count in enumerate(targets):
@@ -48,7 +48,7 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
 
 
 def reference(model: LogitsModel, *batches: DeviceBatch) -> Tensor:
-    """The mean over all tokens, as one process with everything in one batch takes it."""
+    """Return the mean over all tokens that one process with everything in one batch computes."""
     ids = torch.cat([batch.input_ids for batch in batches])
     labels = torch.cat([batch.labels for batch in batches])
     logits = model.head(model.embed(ids))
@@ -156,7 +156,7 @@ ONES = np.ones((1, 6), np.int64)
 
 
 class Uniform(nn.Module):
-    """Every one of 7 tokens is as likely; in training mode it would be certain of token 0."""
+    """A model to which all 7 tokens are equally likely. In training mode it is certain of token 0."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
         logits = torch.zeros(*input_ids.shape, 7)
@@ -176,7 +176,7 @@ def test_the_mean_is_over_tokens_and_padding_counts_for_nothing() -> None:
 
 
 class Counted(Uniform):
-    """Its rank is asked to end in one of its forwards."""
+    """A `Uniform` during one of whose forwards its rank is asked to end."""
 
     def __init__(self, interruption: Interruption, asked_in: int) -> None:
         super().__init__()

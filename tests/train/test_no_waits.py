@@ -1,6 +1,6 @@
-"""A step gives its device work and never waits for it; its numbers are read a step late, and are the same.
+"""A step queues work on its device and never waits for it. Its numbers are read a step late, and are the same.
 
-A CPU stands for the device: inside a step, whatever would bring a number of a device to the host raises."""
+A CPU stands for the device: inside a step, operations that would copy a number from a device to the host raise."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ aten: Any = torch.ops.aten
 WAITING_KERNELS = {
     aten._local_scalar_dense, aten.equal, aten.nonzero, aten.is_nonzero, aten.masked_select, aten._unique2,
 }  # fmt: skip
-"""`item`, `float`, `bool` and `if tensor:` come to the first."""
+"""Kernels that wait. `item`, `float`, `bool` and `if tensor:` call the first."""
 WAITING_METHODS = {Tensor.cpu, Tensor.numpy, Tensor.tolist}
-"""Of a CPU's tensors they come to no kernel."""
+"""Methods that wait. On a CPU's tensors they call no kernel."""
 
 
 class WaitsForDeviceError(AssertionError):
@@ -62,8 +62,8 @@ class _Methods(TorchFunctionMode):
 
 @contextmanager
 def waiting_raises() -> Iterator[None]:
-    """Leaves out one wait, which is not the trainer's: models of transformers look in each forward whether several
-    sequences are packed in a row, as none are here."""
+    """Make operations that wait raise inside. One wait is taken out, because it is not the trainer's: in each forward,
+    transformers' models check whether several sequences are packed in a row, and here none are."""
     packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
     with packed, _Kernels(), _Methods():
         yield
@@ -92,7 +92,7 @@ def without_waits(step: Callable[..., None]) -> Callable[..., None]:
 
 
 def train(folder: Path, *overrides: str) -> str:
-    """As on a device: steps must not wait and are read late. What it prints."""
+    """Train as on a device: steps must not wait, and are read late. Returns what the run prints."""
     printed, before = io.StringIO(), Path.cwd()
     os.chdir(folder)
     try:
@@ -108,7 +108,7 @@ def train(folder: Path, *overrides: str) -> str:
 
 
 def train_on_streams(folder: Path, *overrides: str) -> str:
-    """With the collectives that accelerators have."""
+    """Train as `train` does, with the collectives that accelerators use."""
     with doubled() as launches:
         printed = train(folder, *overrides)
         assert launches
@@ -128,7 +128,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def timeless(name: str) -> list[dict[str, Any]]:
-    """What a run wrote of its steps, but for the times."""
+    """Return the metrics that a run wrote for its steps, without the times."""
     rows = read(f"runs/{name}/metrics.jsonl")
     return [{key: value for key, value in row.items() if "_s" not in key} for row in rows]
 
@@ -149,7 +149,7 @@ def test_steps_that_are_read_late_write_the_same(folder: Path) -> None:
 
 @pytest.mark.parametrize("override", ["train.clip=0", "train.clip=0.5", "parallel.param_dtype=fp16"])
 def test_a_step_of_ranks_waits_for_no_device(folder: Path, ranks: RankPools, override: str) -> None:
-    """With gradient accumulation: two micro-batches of each rank."""
+    """Each rank accumulates gradients over two micro-batches."""
     ranks(2).run(train_on_streams, folder, override, timeout_s=120)
     assert [row["step"] for row in timeless("tiny")] == [1, 2, 3, 4, 5, 6]
 

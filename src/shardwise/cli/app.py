@@ -97,13 +97,9 @@ def train(
 
     from shardwise import accelerators
     from shardwise.cli.process.launch import launch
-    from shardwise.train.run.preflight import check, crowding
+    from shardwise.train.run.preflight import check
 
-    gpus = accelerators.count()
-    fitted = check(loaded, gpus)
-    if note := crowding(fitted, gpus):
-        print(note, flush=True)
-    return launch(fitted, debug)
+    return launch(check(loaded, accelerators.count()), debug)
 
 
 @app.command()

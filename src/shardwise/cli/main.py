@@ -1,12 +1,11 @@
 """The console script: runs the commands if the `train` extra is installed, else prints how to install it."""
 
-import os
 import signal
 import sys
-from types import FrameType
 from typing import NoReturn
 
 from shardwise.cli.process.exit import Exit, end, missing_extra
+from shardwise.train.process.interruption import end_at_once
 
 _LEAVE_MEMORY = frozenset({"plan"})
 """Commands that hold only memory when they end, so that the process may exit without releasing it."""
@@ -14,7 +13,7 @@ _LEAVE_MEMORY = frozenset({"plan"})
 
 def main() -> NoReturn:
     """Run the command line and exit with its status."""
-    signal.signal(signal.SIGINT, _leave)
+    signal.signal(signal.SIGINT, end_at_once)
     try:
         from shardwise.cli.app import run
 
@@ -28,12 +27,6 @@ def main() -> NoReturn:
     if sys.argv[1:2] and sys.argv[1] in _LEAVE_MEMORY:
         end(status)
     sys.exit(status)
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """End the process at once, because a KeyboardInterrupt can be swallowed in an import. Commands that have started
-    ranks install a handler of their own."""
-    os._exit(Exit.INTERRUPTED)
 
 
 if __name__ == "__main__":

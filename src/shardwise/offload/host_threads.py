@@ -9,8 +9,6 @@ from contextlib import contextmanager
 
 import torch
 
-from shardwise.cores import available_cores
-
 
 @contextmanager
 def on_host() -> Iterator[None]:
@@ -21,6 +19,12 @@ def on_host() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def available_cores() -> int:
+    """Return how many cores this process may run on: fewer than the machine has, if it was bound to some."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    return bound or os.cpu_count() or 1
 
 
 def fair_share() -> int:

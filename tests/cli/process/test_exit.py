@@ -1,4 +1,4 @@
-"""How commands end, and the words for errors."""
+"""How commands end, and what they print for errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ kept = Kept()
 atexit.register(print, "exit hook")
 sys.stdout.write("not flushed yet ")
 """
-"""A program that tells of its end: Python calls `__del__` of what is left after the exit hooks."""
+"""A program that prints how it ends: after the exit hooks, Python calls `__del__` of objects that still exist."""
 
 
 def told(program: str, status: int, *arguments: str) -> str:

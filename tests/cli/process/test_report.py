@@ -1,4 +1,4 @@
-"""What a rank's error says about who is to blame."""
+"""Whether a rank's error is a cause, or a consequence of another rank's failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run prints where nobody can read it any more."""
+"""A run goes on when nobody can read its output any more."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_run_goes_on_though_nobody_reads(listening: str) -> None:
 
 
 def test_a_run_whose_standard_output_alone_is_closed_says_once_that_it_goes_on() -> None:
-    """As `shardwise train ... | head` closes it."""
+    """`shardwise train ... | head` closes standard output this way."""
     reading, writing = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-c", TALK], stdin=subprocess.PIPE, stdout=writing, stderr=subprocess.PIPE

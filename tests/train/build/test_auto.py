@@ -52,7 +52,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_here(folder: str, overrides: tuple[str, ...]) -> str:
-    """What a rank prints while it runs in a folder, or its error."""
+    """Train in a folder. Returns what the rank prints, or its error."""
     printed = io.StringIO()
     before = Path.cwd()
     os.chdir(folder)
@@ -67,7 +67,7 @@ def run_here(folder: str, overrides: tuple[str, ...]) -> str:
 
 
 def small_device(path: str, usable_bytes: float) -> str:
-    """A hardware file of a CPU with so much memory."""
+    """Write the hardware file of a CPU with this much memory."""
     little = Figure(usable_bytes, "made for a test")
     write_device(replace(find_device("cpu"), usable_bytes=little, memory_bytes=little), Path(path))
     return path

@@ -1,4 +1,4 @@
-"""The dtype that a run computes in where its configuration names none."""
+"""The dtype that a run computes in if its configuration names none."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_run_that_goes_on_computes_as_before() -> None:
 
 
 def test_a_run_takes_what_was_settled(capsys: pytest.CaptureFixture[str]) -> None:
-    """Losses are those of a run that names bf16; the claim of an accelerator's dtype is played on a CPU."""
+    """On a CPU that claims to compute in bf16, losses are those of a run whose configuration names bf16."""
     run_alone("log.name=named", "parallel.param_dtype=bf16", "train.steps=2", *SAVING)
     capsys.readouterr()
     with mock.patch.object(accelerators, "computes_in_bf16", return_value=True):

@@ -15,7 +15,7 @@ SEQ_LEN = 4
 
 
 def packed(rows: int) -> PackedRows:
-    """Row i holds the tokens i * SEQ_LEN + 0, 1, 2, 3; its second token is masked."""
+    """Return rows: row i holds the tokens i * SEQ_LEN + 0, 1, 2, 3, and its second token is masked."""
     ids = np.arange(rows * SEQ_LEN, dtype=np.int32).reshape(rows, SEQ_LEN)
     is_target = np.ones_like(ids, dtype=np.bool_)
     is_target[:, 1] = False
@@ -23,7 +23,7 @@ def packed(rows: int) -> PackedRows:
 
 
 def drawn(batches: list[Batches], step: int) -> list[int]:
-    """The rows of a step, put together again from what the ranks got."""
+    """Return the rows of a step, put together from the ranks' shares."""
     world_size = len(batches)
     by_rank = [[int(row[0]) // SEQ_LEN for micro in rank.batch(step) for row in micro.input_ids] for rank in batches]
     return [by_rank[i % world_size][i // world_size] for i in range(sum(map(len, by_rank)))]
@@ -102,7 +102,7 @@ def test_a_source_becomes_rows(tmp_path: Path) -> None:
 
 
 def test_conversations_in_the_built_in_template_are_known(tmp_path: Path) -> None:
-    """The run says it: whoever samples from the model must write prompts alike."""
+    """The run prints that it uses the built-in template, because prompts for the model must use the same one."""
     talk = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     for name, row in (("talk.jsonl", {"messages": talk}), ("text.jsonl", {"text": "one and one are two, " * 9})):
         (tmp_path / name).write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")

@@ -1,4 +1,4 @@
-"""Mistakes in the data that are told before any rank is started."""
+"""Mistakes in the data that are reported before any rank is started."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def with_template(tmp_path: Path) -> WithTemplate:
 
 
 def learnt(document: Document, tokenizer: Tokenizer) -> str:
-    """The targets as text, every run of tokens that are none as one "_", the end of a document as "$"."""
+    """Return the targets as text: one "_" for adjacent tokens that are no targets, "$" for the end of a document."""
     encoded = encode_document(document, tokenizer)
     marked = ""
     for token, is_target in zip(encoded.ids.tolist(), encoded.is_target.tolist(), strict=True):

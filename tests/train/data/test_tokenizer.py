@@ -24,7 +24,7 @@ def test_ids_that_are_no_text_decode_to_something() -> None:
 
 @given(st.text(max_size=60).filter(lambda text: END_OF_DOCUMENT not in text))
 def test_saved_bytes_are_the_same_tokenizer_in_transformers(saved: Path, text: str) -> None:
-    """But for the end of a document, which transformers reads out of text as it does any special token."""
+    """Except the token that ends a document: like any special token, transformers also finds it in text."""
     tokenizer = load_tokenizer(str(saved))
     assert tokenizer.encode(text) == ByteTokenizer().encode(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text

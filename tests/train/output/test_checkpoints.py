@@ -1,4 +1,4 @@
-"""Runs that stop and go on: at the same number of ranks bit-exactly, at another in the same order."""
+"""Runs that stop and resume: bit-exactly with the same number of ranks, in the same order of data with another."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ eval_every = 2
 
 
 class Killed(Exception):
-    """In the middle of a step."""
+    """Raised in the middle of a step."""
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_here(folder: str, stop_at: int | None, *overrides: str) -> None:
-    """Run in a folder; `stop_at`: die in that step, counted from 0."""
+    """Train in a folder. `stop_at`: the step, counted from 0, in which the run dies."""
     original, before = Trainer.step, Path.cwd()
 
     def step(self: Trainer, number: int) -> Any:
@@ -163,7 +163,7 @@ def test_what_fails_in_the_background_ends_the_run(monkeypatch: pytest.MonkeyPat
 
 
 def interrupt(folder: str, rank: int, *overrides: str) -> str:
-    """Run in a folder; `rank` alone has a signal in its third step. Returns what the first rank said."""
+    """Train in a folder; only `rank` receives a signal, in its third step. Returns what the first rank printed."""
     original, before = Trainer.step, Path.cwd()
 
     def step(self: Trainer, number: int) -> Any:
@@ -250,7 +250,7 @@ def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_left(number: int, rank
 
 
 def refuse_where_away(folder: str, number: int) -> None:
-    """The newest checkpoint cannot be read; both ranks say so, and nothing else happens."""
+    """Run while the newest checkpoint cannot be read: both ranks must raise an error that says so."""
     with pytest.MonkeyPatch.context() as patch:
         away(patch, "step-000003/model.safetensors", number)
         said = rf"step-000003/model\.safetensors cannot be read: {os.strerror(number)}: .* or move .*step-000003 away"

@@ -41,7 +41,7 @@ def test_a_transformers_model_comes_back_bit_for_bit(tmp_path: Path, tied: bool,
 
 
 def exported(folder: str, gathered: bool, shared: bool, dtype: str) -> tuple[list[str], int]:
-    """`final/` of a sharded model in a folder, and how many elements of it rank 0 was asked to gather."""
+    """Export a sharded model. Returns the names of its files, and the number of calls that gather the whole model."""
     inline = {"model_type": "llama", "tie_word_embeddings": True, **TINY}
     with started() as ranks, pytest.MonkeyPatch.context() as patch:
         run = Path(folder) if shared else Path(folder) / str(ranks.rank)

@@ -13,7 +13,7 @@ from shardwise.train.process.interruption import ENDING_SIGNALS, Interruption, e
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    """As `shardwise train` sets them under torchrun."""
+    """Set the handlers that `shardwise train` sets under torchrun."""
     before = {number: signal.signal(number, signal.default_int_handler) for number in ENDING_SIGNALS}
     yield
     for number, handler in before.items():

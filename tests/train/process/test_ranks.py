@@ -45,7 +45,7 @@ def test_three_ranks_agree(ranks: RankPools) -> None:
 
 
 def meet(identities: list[str | None], hosts: list[str]) -> None:
-    """Ranks that see one device each; what a rank calls it says nothing."""
+    """Start ranks that see one device each, all under the same name."""
     rank = torch.distributed.get_rank()
     device = torch.device("xpu", 0)
     with (
@@ -82,7 +82,7 @@ def test_alone_there_is_no_process_group() -> None:
 
 @pytest.fixture
 def _launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As torchrun starts the only rank of a run."""
+    """Set the environment that torchrun gives the only rank of a run."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
@@ -92,7 +92,7 @@ def _launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def leave_with(error: BaseException | None) -> bool:
-    """Whether a process group is left."""
+    """Leave the block with an error or without. Returns whether the process group still exists."""
     with suppress(ValueError, KeyboardInterrupt), started():
         assert torch.distributed.is_initialized()
         if error is not None:
@@ -136,7 +136,7 @@ assert not of_gloo(), of_gloo()
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are looked up in /proc")
 def test_no_thread_of_gloo_outlives_the_run() -> None:
-    """One that holds a tensor as the interpreter ends aborts the process, now and then."""
+    """A thread that holds a tensor when the interpreter exits sometimes aborts the process."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-c", NO_THREADS_LEFT]
     both = [subprocess.Popen(command, env={**os.environ, **place, "RANK": rank}) for rank in "01"]

@@ -1,4 +1,4 @@
-"""What a configuration names is looked for before any rank is started, wherever it lies."""
+"""Files that a configuration names are looked for before any rank is started, also at URLs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.train.data.tokenizer import load_tokenizer
 from shardwise.train.run import preflight
 from shardwise.train.run.claim import claimed
 from shardwise.train.run.directory import RunDirectory
-from shardwise.train.run.preflight import check, check_devices, check_devices_of_rank, crowding
+from shardwise.train.run.preflight import check, check_devices, check_devices_of_rank
 from tests.unprivileged import open_directory, unprivileged
 
 
@@ -76,15 +76,6 @@ def test_directories_that_may_not_be_read(room: Path) -> None:
             claimed(run.path, print).__enter__()
         with pytest.raises(ConfigError, match=r"data\.tokenizer=.* cannot be read: Permission denied"):
             load_tokenizer(f"{run.path}/tokenizer")
-
-
-def test_more_ranks_than_cores_are_told(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
-    three, four = (load(room / "tiny.toml", [f"parallel.ranks={ranks}"]) for ranks in (3, 4))
-    assert crowding(check(three, 0), 0) is None
-    warning = crowding(check(four, 0), 0)
-    assert warning == "parallel.ranks=4 on 3 cores: the ranks share the cores, and start slowly"
-    assert crowding(check(four, 4), 4) is None
 
 
 def test_more_ranks_than_memory_has_room_for_are_not_started(room: Path) -> None:

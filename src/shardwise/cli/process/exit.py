@@ -29,10 +29,15 @@ def end(status: int) -> NoReturn:
     by object, which takes a second after torch and transformers were imported."""
     atexit._run_exitfuncs()
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        leave(status)
     except OSError:  # nobody reads the stream: `sys.exit` prints a message and sets a status for that
         sys.exit(status)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process at once, after all that it has printed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)
 
 

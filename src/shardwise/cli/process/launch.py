@@ -3,16 +3,12 @@
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from math import inf
 from pathlib import Path
-from types import FrameType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
@@ -22,15 +18,11 @@ from shardwise import accelerators
 from shardwise.cli.process import report
 from shardwise.cli.process.exit import Exit
 from shardwise.cli.process.standard_streams import outlive_readers
-from shardwise.errors import UserError
 from shardwise.train.config.files import dump_toml
 from shardwise.train.config.schema import Config
-from shardwise.train.process.interruption import ENDING_SIGNALS, ending_signals
-from shardwise.train.run.directory import RunDirectory
+from shardwise.train.process.interruption import Interruption, end_at_once, ending_signals
 
 LOOPBACK = "127.0.0.1"
-STRAGGLER_GRACE_S = 20.0
-"""How long other ranks may continue after an interrupt once the first rank has reported its end."""
 STOPPING = "stopping after the current step; interrupt again to stop at once"
 _POLL_S = 0.1
 
@@ -44,27 +36,19 @@ def launch(config: Config, debug: bool = False) -> Exit:
 
     Returns:
         The exit status. If something went wrong, the error of the rank that failed first has been printed.
-
-    Raises:
-        UserError: MASTER_PORT is set but cannot be used.
     """
     assert config.parallel.ranks != "auto"
-    directory = RunDirectory(config.run_directory)
-    made = [path for path in (directory.path, *directory.path.parents) if not path.exists()]
     many = "rank" if config.parallel.ranks == 1 else "ranks"
-    print(f"starting {config.parallel.ranks} {many}, {config.train.steps} steps: {directory.path}", flush=True)
+    print(f"starting {config.parallel.ranks} {many}, {config.train.steps} steps: {config.run_directory}", flush=True)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         path = Path(name) / "config.toml"
         path.write_text(dump_toml(config), encoding="utf-8")
-        status = launch_task("train", path, config.parallel.ranks, debug)
-    if status == Exit.INTERRUPTED and made:
-        directory.drop_unbegun(made)
-    return status
+        return launch_task("train", path, config.parallel.ranks, debug)
 
 
 def launch_task(task: str, path: Path, ranks: int, debug: bool = False) -> Exit:
-    """Run one of `cli.process.worker`'s tasks on ranks of this machine and wait until they end. Returns and raises as
-    `launch` does.
+    """Run one of `cli.process.worker`'s tasks on ranks of this machine and wait until they end. Returns as `launch`
+    does.
 
     Args:
         task: "train", "calibrate" or "calibrate-quick".
@@ -72,48 +56,35 @@ def launch_task(task: str, path: Path, ranks: int, debug: bool = False) -> Exit:
         ranks: number of ranks.
     """
     outlive_readers()
-    store = TCPStore(LOOPBACK, _port(), is_master=True, wait_for_workers=False)  # where ranks meet; it outlives them
-    interrupt = _Interrupt(STOPPING if task == "train" else "stopping")
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # where ranks meet; it outlives them
+    for number in ending_signals():
+        signal.signal(number, end_at_once)  # replaced while the ranks run
+    interruption = Interruption()
     failures: Mapping[int, ProcessFailure] = {}
     stopped = False
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as name, interrupt.handled():
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as name, interruption.heard():
         directory = Path(name)
         try:
             with _started(task, path, ranks, store.port, directory) as processes:
-                interrupt.send_to(processes.pids().values())
-                failures = _wait(processes, directory, interrupt)
+                failures = _wait(processes, interruption, STOPPING if task == "train" else "stopping")
         except (KeyboardInterrupt, SignalException):
             stopped = True
         reports = report.read(directory)
     # A run that finished in spite of an interrupt counts as done.
-    interrupted = stopped or (interrupt.received and bool(reports or failures))
+    interrupted = stopped or (interruption.asked and bool(reports or failures))
     return _conclude(reports, failures, interrupted, debug)
-
-
-def _port() -> int:
-    """Return MASTER_PORT if the user has set it, for example for a firewall; else 0, which means any free port. Raises
-    UserError if MASTER_PORT cannot be used."""
-    given = os.environ.get("MASTER_PORT", "0")
-    try:
-        port = int(given)
-        socket.create_server((LOOPBACK, port)).close()
-    except (ValueError, OverflowError, OSError) as error:
-        reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "ports are 1 to 65535"
-        raise UserError(f"MASTER_PORT={given} cannot be used ({reason}); unset it, and a free port is chosen") from None
-    return port
 
 
 @contextmanager
 def _started(task: str, path: Path, ranks: int, port: int, directory: Path) -> Iterator[PContext]:
     """Start the ranks as processes; at the end of the block, terminate those that still run.
 
-    The ranks start with the ending signals blocked and unblock them once they have handlers, so that an early signal
-    waits instead of being lost.
+    The ranks start with SIGINT blocked and unblock it once they have a handler, so that an early one waits for it.
     """
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # `_Interrupt` handles the others
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # `Interruption` handles the others
     logging.getLogger(PContext.__module__).setLevel(logging.CRITICAL)  # its lines would bury the error that matters
     shared = _environment(ranks, port, directory)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         processes = start_processes(
             name="rank",
@@ -138,7 +109,6 @@ def _environment(ranks: int, port: int, directory: Path) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher's store, so that no rank starts one
         report.ENVIRONMENT: str(directory),
@@ -163,80 +133,32 @@ def malloc_settings(environment: Mapping[str, str]) -> dict[str, str]:
     return {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
-def _wait(processes: PContext, directory: Path, interrupt: "_Interrupt") -> Mapping[int, ProcessFailure]:
-    """Wait until all ranks have ended; the first failure ends the others. Returns the failures by rank.
+def _wait(processes: PContext, interruption: Interruption, words: str) -> Mapping[int, ProcessFailure]:
+    """Wait until all ranks have ended; the first failure ends the others. If this process is interrupted, pass that on
+    to the ranks, which may save, and print `words`. Returns the failures by rank.
 
-    Raises:
-        KeyboardInterrupt: `STRAGGLER_GRACE_S` after an interrupted rank has ended, others still run: it was interrupted
-            outside the training loop and left its peers waiting.
+    Ranks run in sessions of their own, so a terminal's Ctrl-C reaches only the launcher.
     """
-    deadline_s = inf
-    while (result := processes.wait(timeout=0)) is None:
-        if interrupt.received and deadline_s == inf and report.read(directory):
-            deadline_s = time.monotonic() + STRAGGLER_GRACE_S
-        if time.monotonic() > deadline_s:
-            raise KeyboardInterrupt
+    while not interruption.asked:
+        if (result := processes.wait(timeout=0)) is not None:
+            return result.failures
         time.sleep(_POLL_S)
+    for pid in processes.pids().values():
+        with suppress(ProcessLookupError):  # the rank has ended already
+            os.kill(pid, signal.SIGINT)
+    with suppress(OSError):  # a full disk under standard error is no reason not to wait
+        _say(f"\n{words}" if os.isatty(2) else words)  # a terminal may show a progress bar
+    result = processes.wait(period=_POLL_S)
+    assert result is not None
     return result.failures
-
-
-class _Interrupt:
-    """Passes the first ending signal on to the ranks, which may save; a second one ends everything.
-
-    Ranks run in sessions of their own, so a terminal's Ctrl-C reaches only the launcher. When a terminal is closed,
-    both the shell and the kernel send SIGHUP, so SIGHUP never counts as the second signal.
-    """
-
-    def __init__(self, words: str) -> None:
-        """`words`: the line to print at the first interrupt."""
-        self.received = False
-        self._counted = False
-        """Whether a SIGINT or SIGTERM has been received, so that the next one ends everything."""
-        self._words = words
-        self._pids: tuple[int, ...] = ()
-
-    @contextmanager
-    def handled(self) -> Iterator[None]:
-        """Handle the signals inside this context."""
-        before = {number: signal.signal(number, self._handle) for number in ending_signals()}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def send_to(self, pids: Iterable[int]) -> None:
-        """Pass interrupts on to these processes, including one that was received earlier."""
-        self._pids = tuple(pids)
-        if self.received:
-            self._pass_on()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGHUP:
-            if self._counted:
-                raise KeyboardInterrupt
-            self._counted = True
-        if self.received:
-            return
-        self.received = True
-        self._pass_on()
-        with suppress(OSError, ValueError, AttributeError):  # standard error is gone; ranks save all the same
-            below_progress = "\n" if sys.stderr.isatty() else ""
-            os.write(sys.stderr.fileno(), f"{below_progress}{self._words}\n".encode())  # `print` may be interrupted
-
-    def _pass_on(self) -> None:
-        for pid in self._pids:
-            with suppress(ProcessLookupError):  # the rank has ended already
-                os.kill(pid, signal.SIGINT)
 
 
 def _conclude(
     reports: list[report.Report], failures: Mapping[int, ProcessFailure], interrupted: bool, debug: bool
 ) -> Exit:
     """Print the first cause of failure, and return the exit status."""
-    first = [ending for ending in reports if not ending.consequence]
-    causes = [ending for ending in first if ending.kind == "failed"]
-    mistakes = [ending for ending in first if ending.kind == "mistake"]
+    causes = [ending for ending in reports if ending.kind != "interrupted" and not ending.consequence]
+    mistakes = [ending for ending in causes if ending.kind == "mistake"]
     reported = {ending.rank for ending in reports}
     silent = {rank: failure.exitcode for rank, failure in failures.items() if rank not in reported}
     if mistakes:
@@ -244,9 +166,7 @@ def _conclude(
         if debug:
             _say(mistakes[0].traceback)
         return Exit.USER_MISTAKE
-    if -signal.SIGKILL in silent.values() and not interrupted:
-        _say_silent(silent)
-    elif causes:
+    if causes and (interrupted or -signal.SIGKILL not in silent.values()):  # a killed rank is why others fail
         _say(report.told(causes[0]))
     elif interrupted or any(ending.kind == "interrupted" for ending in reports):
         _say("interrupted")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from shardwise.checkpoint.publish.commit import FINAL
 from shardwise.errors import ConfigError
 from shardwise.train.config.files import dump_toml
 from shardwise.train.config.schema import Config
-from shardwise.train.run.claim import NAME as CLAIM
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,23 +95,6 @@ class RunDirectory:
         except OSError as error:
             raise ConfigError(f"cannot write the run directory {self.path}: {error.strerror}") from None
         return dropped
-
-    def drop_unbegun(self, made: Sequence[Path]) -> None:
-        """Remove the files of a run that took no step. Never raises.
-
-        Args:
-            made: directories that the launch created, the run's own first, then its parents; any that still has
-                something else in it is kept.
-        """
-        with suppress(OSError, ConfigError):
-            if self.steps_taken or self.final.exists() or any(self.checkpoints.glob("step-*")):
-                return
-            for file in (self.config, self.metrics, self.evaluations, self.path / CLAIM):
-                file.unlink(missing_ok=True)
-            shutil.rmtree(self.tensorboard, ignore_errors=True)
-            for directory in (self.checkpoints, *made):
-                with suppress(FileNotFoundError):
-                    directory.rmdir()  # raises where something is in it
 
     @contextmanager
     def writing_final(self) -> Iterator[Path]:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.io.storage import directory_of, is_url
-from shardwise.cores import available_cores
 from shardwise.errors import ConfigError, MeshError
 from shardwise.plan.hardware.devices import find_device
 from shardwise.suggest import nearest_path
@@ -53,21 +52,6 @@ def check_wishes(config: Config) -> None:
         )
     if config.lora.r and find_spec("peft") is None:
         raise ConfigError(f"lora.r={config.lora.r} needs PEFT, which is not installed: pip install peft")
-
-
-def crowding(config: Config, gpus: int) -> str | None:
-    """Return a one-line warning if there are more CPU ranks than cores of this machine; else None.
-
-    Args:
-        config: fitted to its ranks.
-        gpus: number of GPUs of this machine.
-    """
-    ranks, cores = config.parallel.ranks, available_cores()
-    if gpus or not isinstance(ranks, int) or ranks <= cores:
-        return None
-    return (
-        f"parallel.ranks={ranks} on {cores} core{'s' if cores > 1 else ''}: the ranks share the cores, and start slowly"
-    )
 
 
 def check_devices(local_ranks: int, gpus: int) -> None:
