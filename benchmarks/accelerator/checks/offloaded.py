@@ -1,5 +1,6 @@
 """Shards, gradients and optimizer state in the host's memory and on disk: the same bits, how much of the link is used,
-waits for the device, what gradients take of its memory, and a model that is larger than that."""
+waits for the device, what gradients take of its memory, the optimizer's step on the host, and a model that is larger
+than the device's memory."""
 
 import gc
 import tempfile
@@ -37,6 +38,14 @@ _ON_DISK = {
     "optimizer": {"optimizer": "nvme"},
     "params and optimizer": {"params": "nvme", "optimizer": "nvme"},
 }
+_STEPS_ON_HOST = {
+    "optimizer": {"optimizer": "cpu", "step": "cpu"},
+    "params, optimizer and gradients": {"params": "cpu", "optimizer": "cpu", "gradients": "cpu", "step": "cpu"},
+}
+_OFF = 2e-2
+"""How far weights may be apart after steps on two processors, whose sums differ in their last bits."""
+_BYTES_STEPPED = 7 * 4
+"""That AdamW reads and writes for each parameter in fp32: weights and moments both ways, and gradients."""
 _LINK = 0.5
 """Of what the link moves one way, while a step computes nothing else."""
 _TIMED_STEPS = 5
@@ -63,8 +72,8 @@ def _alike(name: str, usual: Course, again: Course, ours: Course) -> Row:
     """Ours beside two courses without offload."""
     off, repeats = twins.apart(usual, ours), twins.same(usual, again)
     why = "" if repeats else "without offload the same training does not repeat its own bits"
-    ok = twins.same(usual, ours) if repeats else off <= 2e-2
-    return correct(name, ok, f"off by {off:.2g}", "equal bits" if repeats else "at most 0.02", why)
+    ok = twins.same(usual, ours) if repeats else off <= _OFF
+    return correct(name, ok, f"off by {off:.2g}", "equal bits" if repeats else f"at most {_OFF:g}", why)
 
 
 def _course(bench: Bench, offload: sw.Offload | None) -> Course:
@@ -123,6 +132,34 @@ def disk(bench: Bench, usual_s: float) -> Iterator[Row]:
     )
     told = f"{len(found)}: {', '.join(sorted(set(found)))}" if found else "none"
     yield correct("waits for the device with a disk", not found, told, "none")
+
+
+def on_host(bench: Bench) -> Iterator[Row]:
+    """The optimizer's step on the host beside one on the device: weights, seconds, and memory of the device."""
+    if bench.on_cpu:
+        yield impossible("a step on the host", NO_ACCELERATOR)
+        return
+    usual = _course(bench, None)
+    for name, places in _STEPS_ON_HOST.items():
+        off = twins.apart(usual, _course(bench, sw.Offload(**places)))
+        yield correct(f"{name} stepped on the host", off <= _OFF, f"off by {off:.2g}", f"at most {_OFF:g}")
+    shape = TINY if bench.is_small else _SHAPE
+    for name, places in _STEPS_ON_HOST.items():
+        times, peaks = [], []
+        for asked in ({key: place for key, place in places.items() if key != "step"}, places):
+            gc.collect()
+            torch.accelerator.reset_peak_memory_stats(bench.device)
+            model, optimizer = _made(shape, sw.Offload(**asked))
+            times.append(_times(bench, model, optimizer, shape))
+            peaks.append(torch.accelerator.max_memory_allocated(bench.device))
+            nbytes = _BYTES_STEPPED * sum(p.numel() for p in model.parameters())
+            del model, optimizer
+        yield figure(
+            f"a step with {name} on the host, taken there",
+            f"{1e3 * times[1][0]:.0f} ms; {1e3 * times[0][0]:.0f} on the device",
+            f"optimizer.step() alone {1e3 * times[1][1]:.0f} ms ({nbytes / times[1][1] / 1e9:.0f} GB/s of memory), "
+            f"on the device {1e3 * times[0][1]:.0f}; peak {peaks[1] / MIB:.0f} MiB, {peaks[0] / MIB:.0f}",
+        )
 
 
 def gradients(bench: Bench) -> Iterator[Row]:
@@ -228,4 +265,4 @@ def beyond(bench: Bench) -> Iterator[Row]:
     )
 
 
-CASES: Cases = {"bits": bits, "link": link, "gradients": gradients, "beyond": beyond}
+CASES: Cases = {"bits": bits, "link": link, "gradients": gradients, "on host": on_host, "beyond": beyond}
