@@ -1,5 +1,6 @@
 """What the command line prints and returns, run in this process."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,27 @@ def test_more_ranks_than_gpus(
         "error: parallel.ranks=2, but this machine has 1 GPU; ask for at most 1, "
         "or set CUDA_VISIBLE_DEVICES= to run on the CPU\n"
     )
+
+
+@pytest.mark.parametrize("under_torchrun", [False, True])
+def test_an_adapter_without_peft_is_told_before_torch_is_loaded(under_torchrun: bool, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    script = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['peft'] = None  # importing either raises\n"
+        "from shardwise.train.run import preflight\n"
+        "preflight.find_spec = lambda name: None\n"
+        "from shardwise.cli.app import run\n"
+        "sys.exit(run(['train', 'run.toml', 'lora.r=4']))\n"
+    )
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} if under_torchrun else {}
+    told = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, **ranks}, capture_output=True, text=True
+    )
+    assert told.returncode == 2
+    assert told.stderr == "error: lora.r=4 needs PEFT, which is not installed: pip install peft\n"
+    assert told.stdout == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
 def test_without_the_extra_one_line_says_what_to_install(

@@ -1,4 +1,4 @@
-"""Rank-order sums, compared with plain loops."""
+"""Rank-order sums, compared with plain loops. Which gradients a device's copies wait for."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.comm import summation
-from shardwise.comm.summation import RankOrderSum
+from shardwise.comm.summation import MOST_BATCH_BYTES, BatchedAddition, RankOrderSum
 from tests.comm.naive import FLOATS, same_bits, sum_in_rank_order, values
+from tests.operations import counted
 
 
 @settings(max_examples=60, deadline=None)
@@ -55,3 +56,47 @@ def test_maximum() -> None:
     out[3] = float("nan")
     RankOrderSum()([out, terms[0]], out, op="max")
     assert out[3].isnan()
+
+
+MIB = 2**20
+
+
+def copied(numels: list[int], to: torch.dtype = torch.float32) -> tuple[int, list[int]]:
+    """Write bf16 gradients of these sizes, which fill a slot. Returns the number of launches and, after each gradient,
+    the bytes that wait."""
+    addition, waiting = BatchedAddition(0.5), []
+    slot = torch.empty(sum(numels), dtype=to, device="meta")
+    with counted() as names:
+        for target, numel in zip(slot.split(numels), numels, strict=True):
+            addition.write(target, torch.empty(numel, dtype=torch.bfloat16, device="meta"))
+            waiting.append(sum(source.nbytes for source in addition._sources))
+        addition.flush()
+    return names.count("_foreach_copy_.default"), waiting
+
+
+def llama(width: int, hidden: int, kv: int) -> list[int]:
+    """Return the sizes of a block's parameters in the order in which their gradients come."""
+    return [*[width * hidden] * 3, width, width * width, *[width * kv] * 2, width * width, width]
+
+
+@pytest.mark.parametrize("to", [torch.float32, torch.bfloat16])
+def test_the_small_gradients_of_a_large_unit_are_one_copy_and_its_large_ones_do_not_wait(to: torch.dtype) -> None:
+    for block in (llama(4096, 11008, 4096), llama(4096, 14336, 1024)):  # Llama 2 7B's, Llama 3 8B's
+        launches, waiting = copied(block, to)
+        assert launches == 4
+        assert waiting[:3] == [0, 0, 0]
+        assert waiting[-1] == 2 * sum(block[3:])
+
+
+def test_a_small_units_gradients_are_one_copy() -> None:
+    assert copied(llama(768, 2048, 768))[0] == 1
+
+
+def test_what_waits_is_limited_by_the_slot_and_in_all() -> None:
+    experts = [10 * MIB] * 24
+    launches, waiting = copied(experts)
+    assert launches == 2
+    assert max(waiting) < 20 * MIB * 12
+    launches, waiting = copied([block for _ in range(16) for block in llama(2048, 8192, 512)])  # one unit
+    assert max(waiting) < MOST_BATCH_BYTES
+    assert launches < 10

@@ -269,6 +269,8 @@ def test_what_has_no_effect_warns_once_and_what_cannot_be_had_raises() -> None:
     without_effect.cache_clear()
     with pytest.warns(UserWarning, match="set_modules_to_forward_prefetch has no effect: the engine learns"):
         model.set_modules_to_forward_prefetch([model.blocks[1]])
+    with pytest.warns(UserWarning, match="on accelerators SHARDWISE_SEPARATE_REDUCTIONS=1 gives the reductions"):
+        model.set_separate_reduce_scatter_group()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.set_modules_to_forward_prefetch([model.blocks[1]])

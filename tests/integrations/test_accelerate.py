@@ -269,4 +269,5 @@ def test_what_cannot_be_had_is_told(tmp_path: Path) -> None:
         model = accelerator.prepare(llama())
         accelerator.prepare(*(torch.optim.SGD([next(model.parameters())], lr=0.1) for _ in range(2)))
         with pytest.raises(UsageError, match="one optimizer for each sharded model"):
-            accelerator.save_state(str(tmp_path / "state"))  # Accelerate makes the directory first
+            accelerator.save_state(str(tmp_path / "state"))
+        assert not (tmp_path / "state").exists()

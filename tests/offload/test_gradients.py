@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -621,7 +623,11 @@ def test_steps_in_backward_leave_nothing_to_go_home() -> None:
         twins = Twins(offload=sw.Offload(pin=False, **ALONE))
         twins.backward()
         twins.step()
-        sw.optimizer_in_backward(twins.sharded, twins.optimizers[1])
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            sw.optimizer_in_backward(twins.sharded, twins.optimizers[1])
+        lines = ["shardwise: Offload(gradients='cpu') has no effect with sw.optimizer_in_backward, which frees each"]
+        assert [str(one.message)[: len(lines[0])] for one in told] == lines[: int(dist.get_rank() == 0)]
         with mock.patch.object(HostMemory, "write", side_effect=AssertionError("a gradient went home")):
             for _ in range(2):
                 twins.backward()

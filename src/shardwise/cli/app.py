@@ -77,6 +77,7 @@ def train(
 ) -> int:
     """Train a model on all GPUs, or on 2 CPU ranks without GPUs; resume from the newest intact checkpoint."""
     from shardwise.train.config.files import load
+    from shardwise.train.run.preflight import check_wishes
 
     overrides = [*(overrides or ()), *([f"parallel.backend={backend}"] if backend else [])]
     loaded = load(config, overrides)
@@ -90,6 +91,7 @@ def train(
         from shardwise.cli.on_jax import train as train_on_jax
 
         return train_on_jax(loaded)
+    check_wishes(loaded)  # before torch is loaded, and before torchrun's ranks meet
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from shardwise.cli.process.worker import run_under_torchrun
 

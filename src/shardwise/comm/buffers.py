@@ -45,6 +45,7 @@ class PrivateBuffers(NoStreams):
         self.process_group: dist.ProcessGroup | None = None
         self.labels: dict[int, str] = {}
         self._allocated = 0
+        self._factors = Factors()
 
     @property
     def scratch_bytes(self) -> int:
@@ -130,22 +131,40 @@ def finishing_op(reductions: tuple[Reduction, ...], world_size: int) -> str | No
     return "mean" if means else None
 
 
-def deliver(summed: Tensor, reduction: Reduction) -> None:
+class Factors:
+    """Scales as tensors of one element each, made once. Unlike a number, such a tensor widens the other operand inside
+    the kernel that multiplies, so that a narrow sum is scaled and cast in one launch and rounded once.
+
+    One instance is used by one stream's operations alone, because nothing orders others after a tensor is filled.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+
+    def __call__(self, scale: float, like: Tensor) -> Tensor:
+        """Return `scale`, 1-D, in the dtype and on the device of `like`."""
+        key = (scale, like.dtype, like.device)
+        if key not in self._tensors:
+            self._tensors[key] = torch.full((1,), scale, dtype=like.dtype, device=like.device)
+        return self._tensors[key]
+
+
+def deliver(summed: Tensor, reduction: Reduction, factors: Factors) -> None:
     """Write a sum, computed in this rank's slice of `reduction.flat`, to `reduction.out`, scaled and added as asked."""
-    bring(summed, reduction.out, reduction.accumulate, reduction.scale)
+    bring(summed, reduction.out, reduction.accumulate, reduction.scale, factors)
 
 
-def bring(summed: Tensor, out: Tensor, accumulate: bool, scale: float) -> None:
-    """Compute out[:] = (out if accumulate else 0) + scale * summed, in one operation unless dtypes differ."""
+def bring(summed: Tensor, out: Tensor, accumulate: bool, scale: float, factors: Factors) -> None:
+    """Compute out[:] = (out if accumulate else 0) + scale * summed, in one operation, in the wider dtype of the two."""
     if accumulate:
         out.add_(summed, alpha=scale)
-    elif scale != 1.0 and out.itemsize <= summed.itemsize:
-        torch.mul(summed, scale, out=out)  # the unscaled sum may overflow a narrow `out`
-    else:
+    elif scale == 1.0:
         if not same_memory(summed, out):
             out.copy_(summed)
-        if scale != 1.0:  # only now: `mul` with out= would round to the sum's narrower dtype first
-            out.mul_(scale)
+    elif out.itemsize <= summed.itemsize:
+        torch.mul(summed, scale, out=out)  # the unscaled sum may overflow a narrow `out`
+    else:
+        torch.mul(summed, factors(scale, out), out=out)
 
 
 def check_reductions(reductions: tuple[Reduction, ...], world_size: int, may_scale: bool = True) -> None:

@@ -13,14 +13,22 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.comm.buffers import bring
+from shardwise.comm.buffers import Factors, bring
 
 CHUNK_NUMEL = 256 * 1024
 """Elements summed or cast at a time, so that one wide chunk and its inputs stay in a core's cache."""
 
-BATCH_BYTES = 16 * 2**20
-"""Bytes of gradients that are collected for one launch of copies on a device. Copying this much takes about 15 us,
-which hides a launch; collecting more would cost memory and gain nothing."""
+LEAST_BATCH_BYTES = 16 * 2**20
+"""Bytes of gradients that may wait for one launch of copies on a device, however small their unit. Copying this much
+takes about 15 us, which hides a launch."""
+MOST_BATCH_BYTES = 256 * 2**20
+"""Bytes of gradients that may wait, however large their unit: of a whole model that is one unit, for example."""
+_BATCH_SHARE = 2
+"""Between the two, the part of a slot's gradients that may wait, as a divisor."""
+_LARGE_SHARE = 3
+"""The part of what may wait, as a divisor, from which a gradient is large: it is copied at once, with all that wait.
+Large ones (a transformer's MLP) tend to come first in a unit's backward, when most activations still exist, and small
+ones last, when they cost nothing at the peak."""
 
 _FP32_BYTES = 4
 
@@ -177,9 +185,10 @@ class BatchedAddition(ScaledAddition):
     """The same for an accelerator, where each operation costs a launch: one launch copies several gradients, and none
     scales them.
 
-    Sources are only remembered, and so keep their memory, until they add up to BATCH_BYTES or `flush` is called.
-    Instead of the gradients, sums over ranks are scaled, which have only 1 / world_size as many elements; except in
-    fp16, where unscaled sums could overflow.
+    Sources are only remembered, and so keep their memory, until a large one comes, they add up to half of their slot
+    (within LEAST_BATCH_BYTES and MOST_BATCH_BYTES), or `flush` is called. So a unit takes a few launches, and what
+    waits is little beside its slot and beside activations. Instead of the gradients, sums over ranks are scaled, which
+    have only 1 / world_size as many elements; except in fp16, where unscaled sums could overflow.
     """
 
     def __init__(self, scale: float) -> None:
@@ -187,6 +196,7 @@ class BatchedAddition(ScaledAddition):
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
         self._waiting_bytes = 0
+        self._device_factors = Factors()
 
     def write(self, target: Tensor, source: Tensor) -> None:
         """Compute target[:] = source; in fp16, scale * source. It may be written only in `flush`."""
@@ -196,7 +206,9 @@ class BatchedAddition(ScaledAddition):
         self._targets.append(target)
         self._sources.append(source)
         self._waiting_bytes += source.nbytes
-        if self._waiting_bytes >= BATCH_BYTES:
+        limit_bytes = _limit_bytes(target, source)
+        large_bytes = max(LEAST_BATCH_BYTES, limit_bytes // _LARGE_SHARE)
+        if self._waiting_bytes >= limit_bytes or source.nbytes >= large_bytes:
             self.flush()
 
     def add(self, target: Tensor, source: Tensor) -> None:
@@ -218,7 +230,13 @@ class BatchedAddition(ScaledAddition):
 
     def settle(self, total: Tensor, summed: Tensor, accumulate: bool) -> None:
         """Compute total[:] = (total if accumulate else 0) + summed * scale_of_sum(summed.dtype)."""
-        bring(summed, total, accumulate, self.scale_of_sum(summed.dtype))
+        bring(summed, total, accumulate, self.scale_of_sum(summed.dtype), self._device_factors)
+
+
+def _limit_bytes(target: Tensor, source: Tensor) -> int:
+    """Return how many bytes of gradients in the source's dtype may wait to be copied to the target's slot."""
+    slot_numel = target.untyped_storage().nbytes() // target.itemsize
+    return min(MOST_BATCH_BYTES, max(LEAST_BATCH_BYTES, slot_numel * source.itemsize // _BATCH_SHARE))
 
 
 def _chunks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

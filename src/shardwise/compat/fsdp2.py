@@ -439,8 +439,11 @@ class FSDPModule:
         without_effect("set_reduce_scatter_unused_params", "ranks agree on which parameters were used")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Warn without effect: on accelerators reductions have a process group of their own anyway."""
-        without_effect("set_separate_reduce_scatter_group", "reductions have a group of their own on accelerators")
+        """Warn without effect: SHARDWISE_SEPARATE_REDUCTIONS=1 does this for all units."""
+        without_effect(
+            "set_separate_reduce_scatter_group",
+            "on accelerators SHARDWISE_SEPARATE_REDUCTIONS=1 gives the reductions of all units their own communicator",
+        )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Warn without effect: the engine allocates slots once."""

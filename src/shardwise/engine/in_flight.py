@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardwise.comm.buffers import bring
 from shardwise.comm.protocol import Work
 from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.gradients import UnitGradients
@@ -126,4 +125,4 @@ def _settle(gradients: UnitGradients, summed: Tensor, total: Tensor, accumulate:
     else:
         summed.mul_(gradients.scaled.scale_of_sum(summed.dtype))
         gradients.reducing.hook(summed)
-        bring(summed, total, accumulate, 1.0)
+        (total.add_ if accumulate else total.copy_)(summed)

@@ -234,6 +234,8 @@ class Accelerator(accelerate.Accelerator):
         self._is_saving = True
         try:
             with self._without_optimizers_of_shards():
+                for model in self._sharded():
+                    self._optimizer_of(model)  # raises before Accelerate makes the directory
                 return super().save_state(output_dir, *args, **kwargs)
         finally:
             self._is_saving = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -45,7 +46,8 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
 
     If a backward raises after some units have stepped, training forwards and saves raise UsageError until all weights
     have been written again (`sw.checkpoint.load`). torch's own `clip_grad_norm_` finds no gradients. Strategies with
-    full-size gradients (SHARD_OPTIMIZER) keep those. Costs one exchange between hosts for each unit.
+    full-size gradients (SHARD_OPTIMIZER) keep those. `Offload(gradients="cpu")` has no effect, and a warning says so.
+    Costs one exchange between hosts for each unit.
     """
     engines = engines_below(model)
     for engine in engines:
@@ -73,13 +75,19 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
                 group.gradients.release()
         clips = None if clip is None else partial(clip_parameters, max_norm=float(clip))
         engine.reducer.steps.add(optimizer, clips)
-    _keep_here(unit for unit in by_owner(optimizer) if isinstance(unit, Unit))
+    if _keep_here(unit for unit in by_owner(optimizer) if isinstance(unit, Unit)) and engines[0].is_rank0:
+        warnings.warn(
+            "shardwise: Offload(gradients='cpu') has no effect with sw.optimizer_in_backward, which frees each "
+            "gradient on the device as soon as its unit has stepped: leave one of the two out",
+            stacklevel=2,
+        )
     optimizer.register_step_pre_hook(_nothing_left)
     with_state.add(optimizer)
 
 
-def _keep_here(units: Iterable[Unit]) -> None:
-    """Keep the units' gradients on the device until their step, and free the rings of those that were offloaded."""
+def _keep_here(units: Iterable[Unit]) -> bool:
+    """Keep the units' gradients on the device until their step, and free the rings of those that were offloaded.
+    Returns whether any were."""
     stores: dict[ShardStore, None] = {}
     for unit in units:
         for group in unit.groups:
@@ -88,6 +96,7 @@ def _keep_here(units: Iterable[Unit]) -> None:
                 group.gradients.stay()
     for store in stores:
         store.release()
+    return bool(stores)
 
 
 def _check_parameters(engines: list[Engine], optimizer: Optimizer) -> None:

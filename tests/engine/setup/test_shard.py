@@ -459,6 +459,9 @@ def test_what_cannot_be_right_raises_and_names_the_way_out() -> None:
     for convert in conversions:
         with pytest.raises(UsageError, match=r"convert it before sw.shard|Convert the model before sw.shard"):
             convert()
+    for part in (model, model.blocks[0].up, nn.Sequential(model)):  # type: ignore[index, union-attr]
+        with pytest.raises(UsageError, match=r"share the tensors that sw.full_state_dict\(model\) returns"):
+            part.share_memory()
     with pytest.raises(UsageError, match=r"before sw.shard"):
         model.blocks[0].up.half()  # type: ignore[index, union-attr]
     with pytest.raises(UsageError, match=r"copy.deepcopy .* whole sharded model"):

@@ -22,7 +22,7 @@ from tests.engine.units.test_gradients import LentTable, Mixture, OnlySome, mixt
 from tests.operations import counted
 from tests.ranks import RankPools
 
-BATCHES = pytest.mark.parametrize("batch_bytes", [0, 200, summation.BATCH_BYTES])
+BATCHES = pytest.mark.parametrize("batch_bytes", [0, 200, summation.MOST_BATCH_BYTES])
 """Batch sizes in bytes with which no gradient waits for others, some do, or all of a unit do."""
 
 
@@ -48,7 +48,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 @on_ranks(2)
 def test_parts_missing_ones_and_late_ones(strategy: str, batch_bytes: int) -> None:
     """Each kind of gradient that is not simply written once, against the plain model."""
-    summation.BATCH_BYTES, before = batch_bytes, summation.BATCH_BYTES
+    summation.MOST_BATCH_BYTES, before = batch_bytes, summation.MOST_BATCH_BYTES
     try:
         with doubled():
             Twins(lambda: Net(block=Twice), strategy=strategy, units={Twice}).train(2)
@@ -56,7 +56,7 @@ def test_parts_missing_ones_and_late_ones(strategy: str, batch_bytes: int) -> No
             if strategy != "full_shard":
                 Twins(OnlySome, strategy=strategy, units={LentTable}).train(2)
     finally:
-        summation.BATCH_BYTES = before
+        summation.MOST_BATCH_BYTES = before
 
 
 def accumulated(case: Case, precision: sw.Precision) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ class DryCollectives(PrivateBuffers):
         """Deliver this rank's own term as the sum."""
         check_reductions(reductions, self.world_size)
         for r in reductions:
-            deliver(slice_of(r.flat, self.rank, self.world_size), r)
+            deliver(slice_of(r.flat, self.rank, self.world_size), r, self._factors)
         return FINISHED
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:

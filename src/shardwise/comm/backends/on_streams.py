@@ -175,7 +175,7 @@ class StreamCollectives(PrivateBuffers):
                     _reduce_scatter(_real(part), _real(r.flat), op=op, group=self._reduce_group)
             for r, part in zip(reductions, into, strict=True):
                 if part is not r.out:
-                    deliver(part, r)
+                    deliver(part, r, self._factors)
         work = _OnStream(self._reduce_stream, keep=reductions)
         self._free[buffer.index] = work.event
         return work

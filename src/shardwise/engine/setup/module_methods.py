@@ -96,12 +96,18 @@ def _before_loading(
 
 def refuse_conversions(module: nn.Module) -> None:
     """Make `.to()`, `.half()` and the like raise if they would move or cast sharded parameters of the module or below,
-    and make `.to_empty()` give memory to what was left on the meta device."""
+    make `.share_memory()` raise on CPU ranks (elsewhere torch lets it do nothing), and make `.to_empty()` give memory
+    to what was left on the meta device."""
 
     def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         faces = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
         for dtype, device, stored, rests in {(p.dtype, p.device, p.stored_device, p.home is not None) for p in faces}:
             result = fn(torch.empty(0, dtype=dtype, device=device))
+            if type(result) is Tensor and result.device.type == "cpu" and result.is_shared():
+                raise UsageError(
+                    "share_memory() of a sharded model would share no weights, because its modules hold them only "
+                    "while they compute: share the tensors that sw.full_state_dict(model) returns"
+                )
             on_host = rests and device.type == "meta" and result.device.type == "cpu"
             if result.dtype != dtype or not (result.device == stored or on_host):
                 raise UsageError(

@@ -80,7 +80,7 @@ class TracedCollectives(DryCollectives):
         work = self._reduce("reduce_scatter", nbytes, unit, FINISHED)
         with self._recorder.on_stream(reductions_of(self.group)):
             for r in reductions if finishing_op(reductions, self.world_size) is None else ():
-                deliver(slice_of(r.flat, self.rank, self.world_size), r)
+                deliver(slice_of(r.flat, self.rank, self.world_size), r, self._factors)
         return work
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
