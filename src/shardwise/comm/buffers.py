@@ -45,7 +45,7 @@ class PrivateBuffers(NoStreams):
         self.process_group: dist.ProcessGroup | None = None
         self.labels: dict[int, str] = {}
         self._allocated = 0
-        self._factors = Factors()
+        self._factors = ScaleFactors()
 
     @property
     def scratch_bytes(self) -> int:
@@ -131,7 +131,7 @@ def finishing_op(reductions: tuple[Reduction, ...], world_size: int) -> str | No
     return "mean" if means else None
 
 
-class Factors:
+class ScaleFactors:
     """Scales as tensors of one element each, made once. Unlike a number, such a tensor widens the other operand inside
     the kernel that multiplies, so that a narrow sum is scaled and cast in one launch and rounded once.
 
@@ -149,12 +149,12 @@ class Factors:
         return self._tensors[key]
 
 
-def deliver(summed: Tensor, reduction: Reduction, factors: Factors) -> None:
+def deliver(summed: Tensor, reduction: Reduction, factors: ScaleFactors) -> None:
     """Write a sum, computed in this rank's slice of `reduction.flat`, to `reduction.out`, scaled and added as asked."""
     bring(summed, reduction.out, reduction.accumulate, reduction.scale, factors)
 
 
-def bring(summed: Tensor, out: Tensor, accumulate: bool, scale: float, factors: Factors) -> None:
+def bring(summed: Tensor, out: Tensor, accumulate: bool, scale: float, factors: ScaleFactors) -> None:
     """Compute out[:] = (out if accumulate else 0) + scale * summed, in one operation, in the wider dtype of the two."""
     if accumulate:
         out.add_(summed, alpha=scale)

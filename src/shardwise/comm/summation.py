@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.comm.buffers import Factors, bring
+from shardwise.comm.buffers import ScaleFactors, bring
 
 CHUNK_NUMEL = 256 * 1024
 """Elements summed or cast at a time, so that one wide chunk and its inputs stay in a core's cache."""
@@ -196,7 +196,7 @@ class BatchedAddition(ScaledAddition):
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
         self._waiting_bytes = 0
-        self._device_factors = Factors()
+        self._device_factors = ScaleFactors()
 
     def write(self, target: Tensor, source: Tensor) -> None:
         """Compute target[:] = source; in fp16, scale * source. It may be written only in `flush`."""

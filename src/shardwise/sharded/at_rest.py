@@ -1,4 +1,4 @@
-"""Pieces for operations over many tensors: on the device, or in host memory where the host computes with what rests
+"""HeldPieces for operations over many tensors: on the device, or in host memory where the host computes with what rests
 there."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shardwise import accelerators
 from shardwise.sharded.parameter import ShardedParameter, local_of, piece_in
 
 
-class Pieces(NamedTuple):
+class HeldPieces(NamedTuple):
     """This rank's pieces of some tensors, for one operation."""
 
     tensors: list[Tensor]
@@ -22,7 +22,7 @@ class Pieces(NamedTuple):
 
 
 @contextmanager
-def pieces_of(tensors: Sequence[Tensor]) -> Iterator[Pieces]:
+def pieces_of(tensors: Sequence[Tensor]) -> Iterator[HeldPieces]:
     """Give the block this rank's pieces of tensors that share a home, or have none, as `slice_by_slice` groups them.
 
     The block tells of what it writes (`elementwise.note_writes`), and moves other operands to the pieces' device.
@@ -30,12 +30,12 @@ def pieces_of(tensors: Sequence[Tensor]) -> Iterator[Pieces]:
     first = tensors[0]
     home = first.home if isinstance(first, ShardedParameter) else None
     if not isinstance(first, ShardedParameter) or home is None or not home.host_computes:
-        yield Pieces([local_of(tensor) for tensor in tensors], on_host=False)
+        yield HeldPieces([local_of(tensor) for tensor in tensors], on_host=False)
         return
     accelerators.wait_for(accelerators.current_stream(first.stored_device).record_event())  # other operands are there
     with home.at_rest() as flat:
         if flat is None:
-            yield Pieces([local_of(tensor) for tensor in tensors], on_host=False)
+            yield HeldPieces([local_of(tensor) for tensor in tensors], on_host=False)
         else:
             sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedParameter)]
-            yield Pieces([piece_in(flat, tensor) for tensor in sharded], on_host=True)
+            yield HeldPieces([piece_in(flat, tensor) for tensor in sharded], on_host=True)
