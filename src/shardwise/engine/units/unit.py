@@ -163,14 +163,14 @@ class Unit:
                 if leaf.requires_grad and id(leaf) not in self._hooked_leaves:
                     self._hooked_leaves.add(id(leaf))
                     group.sharded[i].hand_on_gradients()
+                    group.dtypes.admit_wide_gradient(leaf)
                     leaf.register_post_accumulate_grad_hook(self._gradient_hook((g, i)))
 
     # Called by the outer faces (`sharded.parameter.Owner`) ------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward of its model is under way, this unit's or another's; or a backward, which may recompute
-        one."""
+        """Whether a forward of its model is under way, in any unit; or a backward, which may recompute one."""
         return self.listener is not None and self.listener.runs_model
 
     @property
