@@ -63,7 +63,7 @@ $(VENV)/.integrations-done: $(STAMP)
 
 # Tests with another release of torch, in an environment of its own: make test-torch TORCH=2.15.0 TESTS=tests/engine
 # Other builds than the pinned one may bring gigabytes of CUDA's libraries along.
-TESTS ?= tests/sharded tests/comm tests/modules tests/optim tests/engine tests/compat tests/parity tests/offload tests/model
+TESTS ?= tests/sharded tests/comm tests/modules tests/optim tests/engine tests/compat tests/parity tests/offload tests/model_tools
 test-torch:
 	@test -n "$(TORCH)" || { echo "say which: make test-torch TORCH=2.15.0" >&2; exit 2; }
 	@test -x .venv-torch-$(TORCH)/bin/python || $(PYTHON) -m venv .venv-torch-$(TORCH)

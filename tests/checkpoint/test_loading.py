@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, UsageError
@@ -212,25 +213,28 @@ def test_whole_numbers_that_have_room_are_given_back(stored: torch.dtype, here: 
     assert torch.equal(model.get_buffer("beside"), torch.tensor([1, 0], dtype=here))
 
 
-def _in_parts(whole: bool) -> nn.Module:
-    """A model that torch.compile has put modules of its own into."""
+def _in_parts(how: str) -> nn.Module:
+    """A model that torch has put modules of its own into."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    if whole:
+    if how == "compiled":
         return torch.compile(sw.shard(model), backend="eager")  # type: ignore[return-value]
-    model[1] = torch.compile(model[1], backend="eager")
+    if how == "a part is compiled":
+        model[1] = torch.compile(model[1], backend="eager")
+    if how == "a part is recomputed":
+        model[1] = checkpoint_wrapper(model[1])
     return sw.shard(model)
 
 
-@pytest.mark.parametrize("how", ["whole", "a part"])
+@pytest.mark.parametrize("how", ["compiled", "a part is compiled", "a part is recomputed"])
 @on_ranks(2)
-def test_compiled_models_are_saved_and_loaded_by_the_names_of_plain_ones(how: str, tmp_path: Path) -> None:
-    model = _in_parts(how == "whole")
+def test_models_are_saved_and_loaded_by_the_names_of_plain_ones(how: str, tmp_path: Path) -> None:
+    model = _in_parts(how)
     optimizer = adamw(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     sw.checkpoint.save(tmp_path / "c", model, optimizer)
     plain = sw.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
-    again = _in_parts(how == "whole")
+    again = _in_parts(how)
     expected = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
     for other in (plain, again):
         sw.checkpoint.load(tmp_path / "c", other, adamw(other.parameters()))

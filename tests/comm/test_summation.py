@@ -69,7 +69,7 @@ def copied(numels: list[int], to: torch.dtype = torch.float32) -> tuple[int, lis
     with counted() as names:
         for target, numel in zip(slot.split(numels), numels, strict=True):
             addition.write(target, torch.empty(numel, dtype=torch.bfloat16, device="meta"))
-            waiting.append(sum(source.nbytes for source in addition._sources))
+            waiting.append(addition._waiting_bytes)
         addition.flush()
     return names.count("_foreach_copy_.default"), waiting
 
@@ -100,3 +100,18 @@ def test_what_waits_is_limited_by_the_slot_and_in_all() -> None:
     launches, waiting = copied([block for _ in range(16) for block in llama(2048, 8192, 512)])  # one unit
     assert max(waiting) < MOST_BATCH_BYTES
     assert launches < 10
+
+
+def test_gradients_of_several_dtypes_are_copied_apart() -> None:
+    """Torch copies lists of mixed dtypes one tensor at a time."""
+    slot = torch.empty(4096)
+    addition = BatchedAddition(1.0)
+    kinds = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
+    sources = [torch.full((8,), number + 1.0, dtype=kind) for number, kind in enumerate(kinds)]
+    with counted() as names:
+        for number, source in enumerate(sources):
+            addition.write(slot[8 * number : 8 * number + 8], source)
+        addition.flush()
+        addition.flush()
+    assert names.count("_foreach_copy_.default") == 2
+    assert slot[:32].tolist() == [number + 1.0 for number in range(4) for _ in range(8)]

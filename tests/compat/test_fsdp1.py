@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import sharded_grad_scaler as torchs_scaler
 from torch.distributed.fsdp import wrap as torchs_wrap
@@ -237,9 +238,12 @@ def test_hybrids_take_a_mesh_and_groups() -> None:
         wrapped(process_group=(pair, pair))
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
 @on_ranks(2)
-def test_state_of_optimizers_goes_every_way() -> None:
+def test_state_of_optimizers_goes_every_way(recomputed: bool) -> None:
     model = wrapped()
+    if recomputed:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
@@ -248,6 +252,7 @@ def test_state_of_optimizers_goes_every_way() -> None:
     full = FSDP.full_optim_state_dict(model, optimizer)
     assert bool(full) == (dist.get_rank() == 0)
     everywhere = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    assert [*everywhere["state"]] == [name for name, _ in Net().named_parameters()]
     assert torch.equal(everywhere["state"][name]["exp_avg"], moment)
     by_number = FSDP.rekey_optim_state_dict(everywhere, ours.OptimStateKeyType.PARAM_ID, model)
     assert torch.equal(by_number["state"][0]["exp_avg"], moment)

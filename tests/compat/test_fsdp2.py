@@ -169,6 +169,22 @@ def test_gradients_are_reduced_in_the_dtype_that_torch_reduces_in() -> None:
         torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
+@pytest.mark.skipif(not hasattr(torchs.FSDPModule, "finalize_backward"), reason="earlier torch rounds these gradients")
+@on_ranks(2)
+def test_gradients_that_an_operation_computes_in_fp32_are_as_precise_as_fsdp2s() -> None:
+    """Those of norms' weights, in bf16."""
+    found = []
+    for fsdp in (ours, torchs):
+        model: Any = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4)))
+        fsdp.fully_shard(
+            model, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        )
+        model(batch(0)).float().square().mean().backward()
+        found.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+    assert not torch.equal(found[1][2], found[1][2].bfloat16().float())
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
 @pytest.mark.skipif(
     "param_dtype_override_fn" not in torchs.MixedPrecisionPolicy.__dataclass_fields__, reason="needs torch 2.15"
 )
@@ -536,9 +552,9 @@ def test_every_name_and_argument_of_torchs_is_there() -> None:
     of_fsdp1 = {name for name in torchs.__all__ if name in fsdp1 or "StateDict" in name or name == "OptimStateKeyType"}
     later = {"DataParallelMeshDims", "GradientReductionHandle"}  # of torch 2.13, 2.15
     assert set(torchs.__all__) - of_fsdp1 | later == set(ours.__all__)
-    assert list(inspect.signature(ours.fully_shard).parameters) == list(
-        inspect.signature(torchs.fully_shard).parameters
-    )
+    theirs = list(inspect.signature(torchs.fully_shard).parameters)
+    mine_too = [*theirs] if "dp_mesh_dims" in theirs else [*theirs, "dp_mesh_dims"]  # of torch 2.13
+    assert list(inspect.signature(ours.fully_shard).parameters) == mine_too
     for name, method in inspect.getmembers(torchs.FSDPModule, inspect.isfunction):
         if not name.startswith("_"):
             mine = inspect.signature(getattr(ours.FSDPModule, name))

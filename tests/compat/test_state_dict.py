@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import state_dict as torchs
 
 import shardwise as sw
@@ -183,6 +184,51 @@ def test_frozen_parameters_and_submodules() -> None:
     assert set(get_model_state_dict(model, submodules=enter)) == {"enter.weight", "enter.bias"}
     bare = get_model_state_dict(model, submodules=enter, options=StateDictOptions(keep_submodule_prefixes=False))
     assert set(bare) == {"weight", "bias"}
+
+
+def wrapped(is_sharded: bool, how: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Blocks inside a module that torch put around each of them."""
+    model: Any = seeded(Net)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = (
+            checkpoint_wrapper(block) if how == "recomputed" else torch.compile(block, backend="eager")
+        )
+    model.blocks[1].requires_grad_(False)
+    if is_sharded:
+        sw.shard(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    go_on(model, optimizer, 2)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("how", ["recomputed", "compiled"])
+@on_ranks(2)
+def test_names_have_none_of_the_modules_that_torch_puts_around_blocks(how: str) -> None:
+    plain, (model, optimizer) = wrapped(False, how), wrapped(True, how)
+    for flat in (False, True):
+        options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=flat)
+        expected = torchs.get_state_dict(*plain, options=options)
+        found = get_state_dict(model, optimizer, options=options)
+        same(found, expected)
+        assert not any("_checkpoint_wrapped_module" in name or "_orig_mod" in name for name in found[0])
+        for from_rank0 in (False, True):
+            again, fresh = wrapped(True, how)
+            go_on(again, fresh, 1)
+            options.broadcast_from_rank0 = from_rank0
+            state = found if dist.get_rank() == 0 or not from_rank0 else ({}, {})
+            report = set_state_dict(again, fresh, model_state_dict=state[0], optim_state_dict=state[1], options=options)
+            assert not report.missing_keys
+            assert not report.unexpected_keys
+            same(
+                get_state_dict(again, fresh, options=StateDictOptions(full_state_dict=True)),
+                (found[0], get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))),
+            )
+    options = StateDictOptions(ignore_frozen_params=True)
+    of_part = {"submodules": {model.blocks[0]}, "options": options}  # type: ignore[index]
+    for ask in (get_model_state_dict, torchs.get_model_state_dict):
+        whole = ask(model if ask is get_model_state_dict else plain[0], options=options)
+        assert not any(name.startswith("blocks.1") for name in whole)
+    assert {*get_model_state_dict(model, **of_part)} == {name for name in whole if name.startswith("blocks.0")}
 
 
 @on_ranks(2)

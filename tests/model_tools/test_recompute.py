@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 import shardwise as sw
@@ -31,7 +33,9 @@ def test_blocks_that_run_again(mode: str) -> None:
 
     for index, block in enumerate(model.blocks):  # type: ignore[arg-type, var-annotated]
         block.up.register_forward_pre_hook(lambda module, args, index=index: count(index))
-    squares(model, batch(0)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        squares(model, batch(0)).backward()
     assert [number - 1 for number in calls] == AGAIN[mode]
 
 

@@ -1,4 +1,4 @@
-"""The Makefile where an installation was interrupted."""
+"""The Makefile where an installation was interrupted, and what its commands name."""
 
 import os
 import shutil
@@ -35,3 +35,13 @@ def test_an_environment_whose_making_was_interrupted_is_completed(tmp_path: Path
     assert "No module named pip" not in ended.stderr
     assert "torch==2.13.0" in ended.stderr
     assert not (tmp_path / ".venv" / ".run-done").exists()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
+def test_the_tests_that_another_torch_runs_are_there() -> None:
+    """Otherwise pytest runs none of them."""
+    command = ["make", "--dry-run", "test-torch", "TORCH=2.15.0"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    named = [word for word in shown.split() if word.startswith("tests/")]
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / name).exists()] == []

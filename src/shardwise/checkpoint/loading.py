@@ -21,9 +21,9 @@ from shardwise.checkpoint.format.model_state import give_extra_state
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.format.ties import check_ties
 from shardwise.checkpoint.io.storage import Location, check_location
-from shardwise.checkpoint.names.compiled import uncompiled, uncompiled_name
 from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import find, find_adapter
+from shardwise.checkpoint.names.wrappers import unwrapped, unwrapped_name
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
 from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
 from shardwise.engine.lookup import engines_of, shard_stores
@@ -86,7 +86,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     reads only its own bytes.
     """
     check_location(path, "sw.checkpoint.load(path, model, ...)")
-    model = uncompiled(model)
+    model = unwrapped(model)
     engines = engines_of(model)
     peers = Peers(mesh_of(engines))
     give_buffers(model, engines[0].mesh.device)
@@ -216,7 +216,7 @@ class _Reading:
         """Match the model's state_dict with the files by name. Later differences are added to the returned object."""
         self._matched = match(model, self.model_files.tensors, find_adapter if self.of_adapter else find)
         ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-        expected = {*map(uncompiled_name, adapter_names(model))} if self.of_adapter else self._matched.missing
+        expected = {*map(unwrapped_name, adapter_names(model))} if self.of_adapter else self._matched.missing
         absent = self._matched.missing
         self._matched.missing = [name for name in absent if name in expected and name not in ignored]
         self._absent = absent, [*self._matched.missing]

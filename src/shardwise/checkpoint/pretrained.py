@@ -22,8 +22,8 @@ from shardwise.checkpoint.format.model_state import give_extra_state
 from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.format.ties import check_ties
 from shardwise.checkpoint.io.storage import Directory, Location, check_location, directory_of
-from shardwise.checkpoint.names.compiled import uncompiled
 from shardwise.checkpoint.names.transformers_names import find_base, is_transformers
+from shardwise.checkpoint.names.wrappers import unwrapped
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
 from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
 from shardwise.engine.lookup import engines_of
@@ -83,7 +83,7 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
     at a time.
     """
     check_location(path, "sw.checkpoint.load_pretrained(path, model)")
-    model = uncompiled(model)
+    model = unwrapped(model)
     engines = engines_of(model)
     peers = Peers(mesh_of(engines))
     give_buffers(model, engines[0].mesh.device)

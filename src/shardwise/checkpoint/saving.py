@@ -23,8 +23,8 @@ from shardwise.checkpoint.format.local_tensor import Piece
 from shardwise.checkpoint.format.model_state import adapter_to_write, pieces_to_write
 from shardwise.checkpoint.format.optimizer_state import optimizer_state
 from shardwise.checkpoint.io.storage import Location, check_location
-from shardwise.checkpoint.names.compiled import uncompiled
 from shardwise.checkpoint.names.transformers_names import is_transformers
+from shardwise.checkpoint.names.wrappers import unwrapped
 from shardwise.checkpoint.publish.target import FileSet, Target
 from shardwise.checkpoint.publish.writing import Writing, check_arguments, publish, take_along, target_at
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
@@ -90,7 +90,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     No weights travel between ranks: each writes the byte ranges of its own fragments, and replicas share the work.
     """
     check_location(path, "sw.checkpoint.save(path, model, ...)")
-    model = uncompiled(model)
+    model = unwrapped(model)
     engines = engines_of(model)
     peers = Peers(mesh_of(engines))
     wait_for_last_save(peers)

@@ -193,8 +193,8 @@ class BatchedAddition(ScaledAddition):
 
     def __init__(self, scale: float) -> None:
         super().__init__(scale)
-        self._targets: list[Tensor] = []
-        self._sources: list[Tensor] = []
+        self._waiting: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        """Targets and sources, by the dtypes of both: torch copies lists of mixed dtypes one tensor at a time."""
         self._waiting_bytes = 0
         self._device_factors = ScaleFactors()
 
@@ -203,8 +203,9 @@ class BatchedAddition(ScaledAddition):
         if target.dtype == torch.float16:
             torch.mul(source, self._scale, out=target)
             return
-        self._targets.append(target)
-        self._sources.append(source)
+        targets, sources = self._waiting.setdefault((target.dtype, source.dtype), ([], []))
+        targets.append(target)
+        sources.append(source)
         self._waiting_bytes += source.nbytes
         limit_bytes = _limit_bytes(target, source)
         large_bytes = max(LEAST_BATCH_BYTES, limit_bytes // _LARGE_SHARE)
@@ -217,12 +218,11 @@ class BatchedAddition(ScaledAddition):
         target.add_(source, alpha=self._scale if target.dtype == torch.float16 else 1.0)
 
     def flush(self) -> None:
-        """Write all remembered sources to their targets, in one operation."""
-        if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)
-            self._targets.clear()
-            self._sources.clear()
-            self._waiting_bytes = 0
+        """Write all remembered sources to their targets, in one operation for each pair of dtypes."""
+        for targets, sources in self._waiting.values():
+            torch._foreach_copy_(targets, sources)
+        self._waiting.clear()
+        self._waiting_bytes = 0
 
     def scale_of_sum(self, dtype: torch.dtype) -> float:
         """Return the scale; 1 in fp16."""

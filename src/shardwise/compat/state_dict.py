@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.names.wrappers import unwrapped, unwrapped_name
 from shardwise.engine.lookup import engine_of, engines_below
 from shardwise.errors import UsageError
 from shardwise.modules.deferred_init.put_off import give_buffers
@@ -52,10 +53,11 @@ def get_model_state_dict(
     options = options or StateDictOptions()
     if engine_of(model) is None:
         return torchs.get_model_state_dict(model, submodules=submodules, options=options)
-    model = _bare(model)
-    state = model.state_dict(keep_vars=True)  # keep_vars: FSDP1's class too then gives sharded tensors
+    model = unwrapped(model)
+    state = _held(model)
     wanted = _names_below(model, submodules)
-    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    parameters = model.named_parameters(remove_duplicate=False)
+    frozen = {unwrapped_name(name) for name, parameter in parameters if not parameter.requires_grad}
     names = [name for name in state if wanted(name) and not (options.ignore_frozen_params and name in frozen)]
     found = {name: _handed_out(state[name], options) for name in names}
     found = found if _gets_values(options) else {}
@@ -80,7 +82,7 @@ def get_optimizer_state_dict(
     options = options or StateDictOptions()
     if engine_of(model) is None:
         return torchs.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
-    model = _bare(model)
+    model = unwrapped(model)
     wanted = _names_below(model, submodules)
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -159,13 +161,16 @@ def set_model_state_dict(
     engine = engine_of(model)
     if engine is None:
         return torchs.set_model_state_dict(model, dict(model_state_dict), options=options)
-    model = _bare(model)
+    model = unwrapped(model)
     give_buffers(model, engine.mesh.device)  # `fully_shard` leaves buffers on the meta device
     if not options.broadcast_from_rank0:
-        report: _IncompatibleKeys = model.load_state_dict(model_state_dict, strict=options.strict)
-        return report
-    targets = model.state_dict(keep_vars=True)
-    names: list[str] = _from_rank0(list(model_state_dict))
+        own = {unwrapped_name(name): name for name in model.state_dict(keep_vars=True)}
+        fitting = {own.get(unwrapped_name(name), name): value for name, value in model_state_dict.items()}
+        report = model.load_state_dict(fitting, strict=options.strict)
+        return _IncompatibleKeys(*([*map(unwrapped_name, names)] for names in report))
+    targets = _held(model)
+    given = {unwrapped_name(name): value for name, value in model_state_dict.items()}
+    names: list[str] = _from_rank0(list(given))
     missing, unexpected = ([n for n in a if n not in b] for a, b in ((targets, set(names)), (names, targets)))
     if options.strict and (missing or unexpected):
         raise RuntimeError(
@@ -175,7 +180,7 @@ def set_model_state_dict(
     for name in names:
         if name in targets:
             target = targets[name]
-            full = _received(model_state_dict.get(name), engine.mesh.device)
+            full = _received(given.get(name), engine.mesh.device)
             _check_shape(name, full, target)
             _write(full, target)
     return _IncompatibleKeys(missing, unexpected)
@@ -205,7 +210,7 @@ def loadable_state_dict(
 ) -> dict[str, Any]:
     """Return state and options, given by names, as `optimizer.load_state_dict` takes them. Every rank must call this
     with `broadcast_from_rank0`."""
-    names = _names(_bare(model), optimizer)
+    names, given = _names(unwrapped(model), optimizer), _by_plain_names(given)
     is_flat = bool(given) and "param_groups" not in given
     state, groups = _unflattened(given, names, optimizer) if is_flat else _parts(given)
     if options.broadcast_from_rank0:
@@ -353,10 +358,18 @@ def _write(full: Tensor, target: Tensor) -> None:
 # Names and state ------------------------------------------------------------------------------------------------------
 
 
-def _bare(model: nn.Module) -> nn.Module:
-    """Return the model without torch.compile's wrapper."""
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return inner
+def _held(model: nn.Module) -> dict[str, Any]:
+    """Return the tensors of the model's state_dict themselves, by name."""
+    state = model.state_dict(keep_vars=True)  # keep_vars: FSDP1's class too then gives sharded tensors
+    return {unwrapped_name(name): value for name, value in state.items()}
+
+
+def _by_plain_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state, flat or not, with names as the functions here write them."""
+    if not given or "param_groups" not in given:
+        return {unwrapped_name(key): value for key, value in given.items()}
+    groups = [{**group, "params": [*map(unwrapped_name, group["params"])]} for group in given["param_groups"]]
+    return {"state": {unwrapped_name(n): v for n, v in given.get("state", {}).items()}, "param_groups": groups}
 
 
 def _each(optimizers: Optimizers) -> list[Optimizer]:
@@ -365,7 +378,7 @@ def _each(optimizers: Optimizers) -> list[Optimizer]:
 
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """Return the names of an optimizer's parameters by id. Raises UsageError for one that is not the model's."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): unwrapped_name(name) for name, parameter in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
@@ -378,7 +391,8 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
 
 
 def _prefixes(model: nn.Module, submodules: set[nn.Module]) -> list[str]:
-    return [f"{name}." if name else "" for name, module in model.named_modules() if module in submodules]
+    names = [unwrapped_name(name) for name, module in model.named_modules() if module in submodules]
+    return [f"{name}." if name else "" for name in names]
 
 
 def _names_below(model: nn.Module, submodules: set[nn.Module] | None) -> Any:

@@ -6,6 +6,7 @@ also put `torch.utils.checkpoint` (non-reentrant) around or inside units themsel
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -32,6 +33,10 @@ _ATTENTION = {
     )
     if hasattr(torch.ops.aten, name)
 }
+_AS_BEFORE = {"respect_saved_tensors_hooks": False}
+_HOOKS: dict[str, Any] = _AS_BEFORE if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters else {}
+"""What torch 2.15 must be told: outputs that are kept are not given to the engine's saved-tensor hooks, which would
+leave them as they are. Otherwise it warns of a default that will change."""
 _MATMUL = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
 
@@ -75,7 +80,7 @@ def _recomputed(
         with nullcontext() if offload is None else offload.hooks():  # for the tensors that the checkpoint saves
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     context_fn = partial(create_selective_checkpoint_contexts, AlternatingPolicy())
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **_HOOKS, **kwargs)
 
 
 class AlternatingPolicy:

@@ -70,6 +70,37 @@ def test_low_precision_compute_with_fp32_reduction_and_masters(name: str, strate
             assert torch.equal(ours.full_tensor(), theirs)  # type: ignore[attr-defined]
 
 
+class Scaled(nn.Module):
+    """A scale in the compute dtype and a wider tensor are multiplied, as norms do it: its gradient is wide too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float() * self.scale
+
+
+@on_ranks(2)
+def test_a_gradient_is_not_rounded_on_its_way_to_a_wider_reduction() -> None:
+    wide, narrow = (
+        sw.shard(Scaled(), precision=sw.Precision(param="bf16", reduce=reduce)) for reduce in ("fp32", "bf16")
+    )
+    for model in (wide, narrow):
+        for _ in range(2):  # the second is added to the first
+            with sw.no_sync(model):
+                (model(batch(0)) ** 2).mean().backward()
+        (model(batch(0)) ** 2).mean().backward()
+    mean = torch.zeros(4)
+    for rank in range(2):
+        x, scale = batch(0, rank).bfloat16().float(), torch.linspace(0.5, 1.5, 4).bfloat16().float()
+        mean += 3 * (2 * x * x * scale).sum(0) / x.numel() / 2
+    found = wide.scale.grad.full_tensor()
+    torch.testing.assert_close(found, mean)
+    assert not torch.equal(found, found.bfloat16().float())
+    torch.testing.assert_close(narrow.scale.grad.full_tensor(), mean, rtol=2e-2, atol=0)
+
+
 @on_ranks(2)
 def test_masters_of_models_stored_in_bf16() -> None:
     """master=None keeps the stored dtype, "fp32" widens it; frozen parameters are never upcast."""

@@ -163,7 +163,7 @@ def test_a_units_gradients_are_one_copy() -> None:
         addition = require_engine(model).root.gradients.scaled
         assert type(addition) is BatchedAddition
         _, names = unit_copies(model)
-        assert not addition._sources, "nothing outlives a backward"
+        assert not addition._waiting, "nothing outlives a backward"
     assert names.count("_foreach_copy_.default") == 3 + 1, "each block, the last one with the root's head; the rest"
     plain = seeded(lambda: Net(depth=3)).bfloat16()
     loss = squares(plain, batch(0).bfloat16())

@@ -11,9 +11,9 @@ from torch import nn
 from shardwise.checkpoint.format.local_tensor import DTYPES, Piece, PieceAtRest
 from shardwise.checkpoint.format.model_state import pieces_to_read
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
-from shardwise.checkpoint.names.compiled import uncompiled_name
 from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import Found, Shape, find
+from shardwise.checkpoint.names.wrappers import unwrapped_name
 from shardwise.errors import CheckpointError, UsageError
 
 _SHOWN = 8
@@ -83,7 +83,7 @@ def match(model: nn.Module, stored: Mapping[str, StoredTensor], find: Find = fin
     """
     pieces = pieces_to_read(model)
     shapes = {name: piece.shape for piece in pieces for name in piece.names}
-    plain = {uncompiled_name(name): name for name in stored}  # they may come from a compiled model
+    plain = {unwrapped_name(name): name for name in stored}  # they may come from a compiled model
     found = find(model, shapes, {name: stored[theirs].shape for name, theirs in plain.items()})
     for name, places in found.places.items():
         found.places[name] = tuple(place.renamed(plain[place.name]) for place in places)

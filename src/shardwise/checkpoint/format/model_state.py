@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.format.local_tensor import Piece, piece_of
-from shardwise.checkpoint.names.compiled import uncompiled_name
 from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import places_to_write, stored_first
+from shardwise.checkpoint.names.wrappers import unwrapped_name
 from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
@@ -40,10 +40,10 @@ def adapter_to_write(model: nn.Module) -> list[Piece]:
     Raises UsageError as `pieces_to_write` does, if the model has not exactly one adapter, and if something outside the
     adapter is trained.
     """
-    theirs = {uncompiled_name(name): uncompiled_name(stored) for name, stored in adapter_names(model).items()}
+    theirs = {unwrapped_name(name): unwrapped_name(stored) for name, stored in adapter_names(model).items()}
     tensors = _tensors(model, set())
     kept = [(names, tensor) for names, tensor in tensors if names[0] in theirs]
-    trained = {uncompiled_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {unwrapped_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     left_out = [names[0] for names, _ in tensors if names[0] not in theirs and not trained.isdisjoint(names)]
     if left_out:
         more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
@@ -101,7 +101,7 @@ def _tensors(model: nn.Module, ignored: Container[str]) -> list[tuple[list[str],
                 "module: a load would fill the copy and leave the module unchanged. Register it as a buffer, or "
                 "save it as `extra`"
             )
-        by_tensor.setdefault(id(value), (value, []))[1].append(uncompiled_name(name))
+        by_tensor.setdefault(id(value), (value, []))[1].append(unwrapped_name(name))
     return [(stored_first(model, names), tensor) for tensor, names in by_tensor.values()]
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.format.local_tensor import DTYPES, NAMES, Piece, piece_of
 from shardwise.checkpoint.format.training_json import check_json
-from shardwise.checkpoint.names.compiled import uncompiled_name
+from shardwise.checkpoint.names.wrappers import unwrapped_name
 from shardwise.errors import UsageError
 from shardwise.offload.step import host_step_of, store_of
 from shardwise.sharded.optimizer_state import NUMBERS
@@ -36,8 +36,8 @@ class OptimizerState:
 
 def fqns_of(model: nn.Module) -> dict[int, str]:
     """Return the first name, in `model`, of each of its parameters, by the parameter's id. It is not `p.fqn` if the
-    module that was sharded is a part of the model, or torch.compile is around it."""
-    return {id(parameter): uncompiled_name(name) for name, parameter in model.named_parameters()}
+    module that was sharded is a part of the model, or torch.compile or checkpoint_wrapper is around it."""
+    return {id(parameter): unwrapped_name(name) for name, parameter in model.named_parameters()}
 
 
 def class_of(optimizer: Optimizer) -> str:
@@ -154,9 +154,9 @@ def saved_names(model: nn.Module, fqns: Iterable[str], saved: Iterable[str]) -> 
     Earlier versions named state from the module that was given to `sw.shard`: such a name counts if it can be no other
     parameter's.
     """
-    stored = {uncompiled_name(name): name for name in saved}
+    stored = {unwrapped_name(name): name for name in saved}
     earlier = {
-        uncompiled_name(name): uncompiled_name(parameter.fqn) if isinstance(parameter, ShardedParameter) else name
+        unwrapped_name(name): unwrapped_name(parameter.fqn) if isinstance(parameter, ShardedParameter) else name
         for name, parameter in model.named_parameters()
     }
     owners = Counter(name for both in earlier.items() for name in set(both))

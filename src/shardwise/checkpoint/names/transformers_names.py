@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.names.compiled import uncompiled_name
 from shardwise.checkpoint.names.copy_tracing import CopyTracer
 from shardwise.checkpoint.names.index_map import Place
+from shardwise.checkpoint.names.wrappers import unwrapped_name
 from shardwise.errors import CheckpointError, UsageError, one_line
 from shardwise.modules.adapters import adapter_names, base_names, base_of
 
@@ -157,7 +157,7 @@ def find_base(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[str
 
 def find_adapter(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> Found:
     """Like `find`, in files of the model's adapter alone, as PEFT writes them."""
-    names = {uncompiled_name(name): uncompiled_name(stored) for name, stored in adapter_names(model).items()}
+    names = {unwrapped_name(name): unwrapped_name(stored) for name, stored in adapter_names(model).items()}
     ours = {theirs: name for name, theirs in names.items() if name in shapes}
     found = Found(unexpected={name: name for name in stored if name not in ours})
     for name, own in ours.items():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, OptimStateKeyType, StateDictType
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.names.wrappers import unwrapped_name
 from shardwise.compat.fsdp1.settings import settings_of
 from shardwise.compat.state_dict import StateDictOptions, get_optimizer_state_dict, loadable_state_dict
 from shardwise.errors import UsageError
@@ -54,9 +55,9 @@ def rekeyed(
 ) -> dict[str, Any]:
     """Return a full state dict keyed by names or by numbers, as asked. Does not communicate."""
     if optimizer is None:
-        order = [name for name, _ in model.named_parameters()]
+        order = [unwrapped_name(name) for name, _ in model.named_parameters()]
     else:
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {id(parameter): unwrapped_name(name) for name, parameter in model.named_parameters()}
         order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     keys: dict[Any, Any] = dict(enumerate(order)) if kind is OptimStateKeyType.PARAM_NAME else {}
     keys = keys or {name: number for number, name in enumerate(order)}

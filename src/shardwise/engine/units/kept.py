@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.size_classes import SLOT_ALIGN_BYTES
@@ -55,6 +55,15 @@ class Dtypes:
     def gathered(self) -> torch.dtype:
         """Dtype of what is gathered: the compute dtype, bytes of blocks, or what the parameter's class makes of it."""
         return self.travels or (self.compute if self.bits is None else torch.uint8)
+
+    def admit_wide_gradient(self, leaf: nn.Parameter) -> None:
+        """If gradients are reduced in a wider dtype than the leaf's, let them arrive as an operation computed them.
+
+        Autograd would round them to the leaf's dtype, such as an fp32 gradient of a bf16 weight that was multiplied
+        with an fp32 tensor, as in norms.
+        """
+        if self.reduce.itemsize > self.compute.itemsize:
+            leaf.grad_dtype = None
 
     def kept_numel(self, numel: int) -> int:
         """Return how many elements of `kept`, or of `gathered`, stand for `numel` numbers; `align` divides `numel`."""
