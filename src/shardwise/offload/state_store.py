@@ -190,8 +190,8 @@ class StateStore:
             selected = [[p for p in group["params"] if p in wanted] for group in optimizer.param_groups]
             step_some(optimizer, selected, state)
         else:
+            state = {parameter: in_host_memory(values) for parameter, values in state.items()}  # if it was loaded
             parameters = list(wanted)
-            state.update((parameter, in_host_memory(values)) for parameter, values in state.items())  # if it was loaded
             self._host.bring(parameters)
             self._host.step_some(optimizer, parameters, state)
         with nullcontext() if self._host is None else host_threads.on_host():
