@@ -4,7 +4,7 @@ rests in host memory. Played on CPU ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import pytest
@@ -15,14 +15,16 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise import accelerators
 from shardwise.engine.lookup import require_engine
-from shardwise.errors import ConfigError, PeerError
+from shardwise.errors import ConfigError, PeerError, UsageError
 from shardwise.offload import host_step, host_threads
 from shardwise.offload.host_memory import HostMemory
 from shardwise.offload.host_step import HostStep
 from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.reductions import _norms_on_host
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
 from tests.offload.played_runs import goes_on_alike, same_bits_in_order, steps_in_backward
+from tests.offload.test_failures import failing
 from tests.offload.test_gradients import Rotated, train
 from tests.offload.test_on_disk import LEAST, amsgrad, shared_folder
 from tests.offload.test_params_on_disk import Adapted
@@ -240,6 +242,160 @@ def test_an_order_that_is_missing_would_be_found(fault: Callable[[pytest.MonkeyP
     assert order.races != []
 
 
+# What the step leaves -------------------------------------------------------------------------------------------------
+
+
+class OnDevice(Tensor):
+    """A tensor of a device on which nothing computes. A copy to the host that nobody waits for has not arrived."""
+
+    held: Tensor
+
+    def __new__(cls, held: Tensor) -> Self:
+        self: Self = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device="meta")
+        self.held = held
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten._to_copy.default, f"{func} of a tensor on the device"
+        held: Tensor = args[0].held
+        return torch.full_like(held, torch.nan) if kwargs.get("non_blocking") else held.clone()
+
+
+def stepped(prepare: Callable[[torch.optim.Optimizer], object], **offload: Any) -> dict[str, Tensor]:
+    """Return the weights after three steps; `prepare` is called with the optimizer before each."""
+    with played():
+        model = sw.shard(seeded(Net), offload=sw.Offload(**{**HOST, **offload}))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+        for step in range(3):
+            squares(model, batch(step)).backward()  # type: ignore[no-untyped-call]
+            prepare(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        return sw.full_state_dict(model, rank0_only=False)
+
+
+@on_ranks(2)
+def test_numbers_on_the_device_arrive_before_the_step() -> None:
+    """Torch's fused steps copy learning rates and scales to the parameters' device without waiting."""
+
+    def give(kind: Callable[[Tensor], Tensor]) -> Callable[[Any], None]:
+        def prepare(optimizer: Any) -> None:
+            optimizer.param_groups[0].update(lr=kind(torch.tensor(0.02)), betas=(0.5, 0.9))
+            optimizer.grad_scale, optimizer.found_inf = kind(torch.tensor(4.0)), kind(torch.tensor(0.0))
+
+        return prepare
+
+    same_tensors(stepped(give(Tensor.clone)), stepped(give(OnDevice)))
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@on_ranks(2)
+def test_state_that_was_loaded_to_the_device(place: str) -> None:
+    """As torch's `load_state_dict` does, and `sw.checkpoint.load` with the counter of a fused step."""
+
+    def load(optimizer: torch.optim.Optimizer) -> None:
+        for parameter, state in optimizer.state.items():
+            assert isinstance(parameter, ShardedParameter)
+            for name, value in state.items():
+                held = value.local if isinstance(value, ShardedParameter) else value
+                on_device = OnDevice(held.clone())
+                is_sharded = isinstance(value, ShardedParameter)
+                state[name] = ShardedParameter(on_device, parameter.placement) if is_sharded else on_device
+
+    options = {"optimizer": place, "path": shared_folder()}
+    same_tensors(stepped(lambda optimizer: None, **options), stepped(load, **options))
+
+
+class Keeping(torch.optim.Optimizer):
+    """Steps by the mean of the last two gradients. Makes a new dict in each step, keeps a gradient as it is, leaves
+    frozen parameters alone, scales gradients in place and, if asked, drops them."""
+
+    def __init__(self, parameters: Any, drops: bool = False) -> None:
+        super().__init__(parameters, {"lr": 0.1, "drops": drops})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None and p.requires_grad):
+                parameter.grad.mul_(0.5)
+                last = self.state[parameter].get("last", parameter.grad)
+                parameter.add_(parameter.grad.add(last), alpha=-group["lr"])
+                self.state[parameter] = {"last": parameter.grad.detach()}
+                if group["drops"]:
+                    parameter.grad = None
+
+
+@pytest.mark.parametrize("place", [*PLACES, "disk"])
+@pytest.mark.parametrize("drops", [False, True])
+@on_ranks(2)
+def test_what_an_optimizer_keeps_and_leaves(drops: bool, place: str) -> None:
+    offload = sw.Offload(**(on_disk() if place == "disk" else PLACES[place]))
+    with played() as order:
+        twins = Twins(optimizer=lambda parameters: Keeping(parameters, drops), offload=offload)
+        for _ in range(4):
+            twins.backward()
+            for optimizer in twins.optimizers:
+                optimizer.step()
+            twins.same_parameters()
+            twins.same_gradients()
+            for optimizer in twins.optimizers if not drops else ():
+                optimizer.zero_grad()
+    assert order.races == []
+
+
+class Alternating(nn.Module):
+    """Uses its second layer in every other forward only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.other = Net(), nn.Linear(4, 3)
+        self.uses_other = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.uses_other = not self.uses_other
+        both: Tensor = self.net(x)
+        return both + self.other(x) if self.uses_other else both
+
+
+@on_ranks(2)
+def test_parameters_that_are_first_used_later() -> None:
+    """Torch's fused SGD takes no step of parameters of which only some have momentum."""
+    with played():
+        model = sw.shard(seeded(Alternating), offload=sw.Offload(**PLACES["all"]))
+        on_device = sw.shard(seeded(Alternating))
+        for each in (model, on_device):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+            for step in range(3):
+                squares(each, batch(step)).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = [sw.full_state_dict(each, rank0_only=False) for each in (model, on_device)]
+    for fqn, weight in weights[0].items():
+        torch.testing.assert_close(weight, weights[1][fqn], rtol=1e-5, atol=1e-6, msg=fqn)
+
+
+@on_ranks(2)
+def test_results_of_state_on_the_host_are_formed_on_the_device() -> None:
+    """Backends of an accelerator, such as NCCL, take no tensor of the host. Here nothing comes back from the device."""
+    with played():
+        twins = Twins(optimizer=amsgrad, offload=sw.Offload(**PLACES["state"]))
+        twins.train(1)
+        state = twins.optimizers[1].state[next(twins.sharded.parameters())]["exp_avg"]
+        calls: list[Callable[[], object]] = [state.full_tensor, state.norm, state.sum, state.max, state.any]
+        with mock.patch.object(state.placement.shard_group, "device", torch.device("meta")):
+            for call in calls:
+                with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+                    call()
+
+
+@pytest.mark.parametrize("order", [0.0, 1.0, 2.0, 3.0, float("inf")])
+def test_norms_of_long_pieces_are_exact(order: float) -> None:
+    pieces = [torch.rand(2**26 + 1), torch.ones(3), torch.rand(2**18)]
+    expected = torch.stack([torch.linalg.vector_norm(piece, order, dtype=torch.float64) for piece in pieces])
+    torch.testing.assert_close(_norms_on_host(pieces, order, None).double(), expected, rtol=2e-6, atol=0)
+
+
 # The kernel and the cores ---------------------------------------------------------------------------------------------
 
 
@@ -329,6 +485,43 @@ def test_an_error_of_one_rank_reaches_all() -> None:
         squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
         with pytest.raises(MemoryError if dist.get_rank() else PeerError, match="the host is full"):
             optimizer.step()
+
+
+class FailsLater(torch.optim.SGD):
+    """Raises in the step of the second portion, if asked."""
+
+    steps: int | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if FailsLater.steps is not None:
+            FailsLater.steps += 1
+            if FailsLater.steps == 2:
+                raise MemoryError("the host is full")
+        super().step()
+
+
+@on_ranks(1)
+def test_a_disk_that_fails_beside_the_step() -> None:
+    """Nothing of the step is left for later ones: what was brought for it, copies under way."""
+    path = shared_folder()
+    with played() as order:
+        twins = Twins(
+            optimizer=lambda parameters: FailsLater(parameters, lr=0.1, momentum=0.9, foreach=False),
+            offload=sw.Offload(**on_disk()),
+        )
+        twins.train(2)
+        sw.checkpoint.save(f"{path}/one", twins.sharded, twins.optimizers[1])
+        squares(twins.sharded, batch(0)).backward()  # type: ignore[no-untyped-call]
+        FailsLater.steps = 0
+        with failing("write", 0), pytest.raises((UsageError, MemoryError)):
+            twins.optimizers[1].step()
+        FailsLater.steps = None
+        twins.optimizers[1].zero_grad()
+        sw.checkpoint.load(f"{path}/one", twins.sharded, twins.optimizers[1])
+        twins.train(2)
+        same_states(twins)
+    assert order.races == []
 
 
 def test_it_needs_state_on_the_host() -> None:

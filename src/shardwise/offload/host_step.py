@@ -9,7 +9,7 @@ this is the better place for a step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +36,10 @@ _ALIGN_BYTES = 64
 
 
 class _Staged(NamedTuple):
-    """A piece on the device, and its copy in a staging buffer."""
+    """A piece in host memory, and the one on the device that it is a copy of. None: the piece rests on the host."""
 
     host: Tensor
-    device: Tensor
+    device: Tensor | None
 
 
 class _Brought(NamedTuple):
@@ -79,10 +79,11 @@ class HostStep:
             for index, portion in enumerate(portions):
                 for following in portions[index : index + 2]:
                     self.bring(following)
-                state = {p: _in_host_memory(optimizer.state.get(p, {})) for p in portion}
+                state = {p: in_host_memory(optimizer.state.get(p, {})) for p in portion}
                 self.step_some(optimizer, portion, state)
                 for parameter, values in state.items():
-                    optimizer.state[parameter] = values
+                    if values or parameter in optimizer.state:
+                        optimizer.state[parameter] = values
         finally:
             self.finish()
 
@@ -113,60 +114,67 @@ class HostStep:
         brought_for, brought = self._coming[0]
         assert brought_for is parameters, "portions are stepped in the order in which they are brought"
         accelerators.wait_for(brought.arrived)
-        back: list[_Staged] = []
+        pieces: dict[ShardedParameter, _Staged] = {}
         twins: dict[Tensor, ShardedParameter] = {}
-        writes_gradients = getattr(optimizer, "grad_scale", None) is not None  # fused steps unscale them in place
         for parameter in parameters:
             grad = parameter.grad
             assert isinstance(grad, ShardedParameter)
-            twin = ShardedParameter(self._piece(parameter, brought, back, is_written=True), parameter.placement)
-            twin.grad = ShardedParameter(self._piece(grad, brought, back, is_written=writes_gradients), grad.placement)
+            for tensor in (parameter, grad):
+                pieces[tensor] = self._piece(tensor, brought)
+            twin = ShardedParameter(pieces[parameter].host, parameter.placement, parameter.requires_grad)
+            twin.grad = ShardedParameter(pieces[grad].host, grad.placement)
             twins[parameter] = twin
         of_twins = {twins[parameter]: values for parameter, values in state.items()}
         selected = [[p for p in group["params"] if p in twins] for group in optimizer.param_groups]
         view = view_of(optimizer, selected, of_twins, twins)
-        for group in view.param_groups:
-            _fit_for_host(optimizer, group)
+        _fit_for_host(view)
         with host_threads.on_host():
             step_view(optimizer, view)
-        self._send_back(back, parameters)
+            lent = {piece.host.untyped_storage().data_ptr() for piece in pieces.values()}
+            for parameter in state:  # whose dict the step may have replaced
+                state[parameter] = _without_memory_of(lent, of_twins.get(twins[parameter], {}))
+        # The step may write gradients as well, as fused ones that unscale them, or drop them.
+        self._send_back({t: piece for t, piece in pieces.items() if t in twins or piece.host._version})
+        for parameter in parameters:
+            if twins[parameter].grad is None:
+                parameter.grad = None
         self._coming.popleft()
         self._free.append((brought.buffer, self._up.record_event()))
 
-    def _piece(self, tensor: ShardedParameter, brought: _Brought, back: list[_Staged], is_written: bool) -> Tensor:
-        """Return the tensor's piece in host memory, and note in `back` what must return to the device if written."""
+    def _piece(self, tensor: ShardedParameter, brought: _Brought) -> _Staged:
+        """Return the tensor's piece in host memory, with a version of its own."""
         home = tensor.home
         if home is None:
             staged = brought.pieces[id(tensor)]
-        else:
-            resting = home.in_host_memory()
-            if resting is not None:
-                return piece_in(resting, tensor)
-            piece = tensor.peek()  # on a disk, or somebody holds a view of its buffer on the device
-            staged = _Staged(torch.empty(piece.shape, dtype=piece.dtype), piece)
-            staged.host.copy_(piece, non_blocking=True)
-            accelerators.wait_for(accelerators.current_stream(self._device).record_event())
-        if is_written:
-            back.append(staged)
-        return staged.host
+            return _Staged(staged.host.data, staged.device)
+        resting = home.in_host_memory()
+        if resting is not None:
+            return _Staged(piece_in(resting, tensor).data, None)
+        piece = tensor.peek()  # on a disk, or somebody holds a view of its buffer on the device
+        host = torch.empty(piece.shape, dtype=piece.dtype)
+        host.copy_(piece, non_blocking=True)
+        accelerators.wait_for(accelerators.current_stream(self._device).record_event())
+        return _Staged(host.data, piece)
 
-    def _send_back(self, back: Sequence[_Staged], parameters: Sequence[ShardedParameter]) -> None:
+    def _send_back(self, written: Mapping[ShardedParameter, _Staged]) -> None:
         self._up.wait_event(accelerators.current_stream(self._device).record_event())
         with accelerators.on(self._up):
-            for staged in back:
-                staged.device.copy_(staged.host, non_blocking=True)
-        if any(parameter.home is not None for parameter in parameters):
+            for staged in written.values():
+                if staged.device is not None:
+                    staged.device.copy_(staged.host, non_blocking=True)
+        if any(tensor.home is not None for tensor in written):
             follow(accelerators.current_stream(self._device), [self._up.record_event()])
-        for parameter in parameters:
-            if parameter.home is not None:
-                parameter.home.note_write()
+        for tensor in written:
+            if tensor.home is not None:
+                tensor.home.note_write()
 
     def finish(self) -> None:
-        """Have the current stream wait for all copies back to the device. Forgets what was brought and not stepped."""
+        """Have the current stream wait for all copies. Forgets what was brought and not stepped."""
         while self._coming:
             _, brought = self._coming.popleft()
             self._free.append((brought.buffer, brought.arrived))
-        follow(accelerators.current_stream(self._device), [self._up.record_event()])
+        copied = [stream.record_event() for stream in (self._down, self._up)]
+        follow(accelerators.current_stream(self._device), copied)
 
     def _take_buffer(self, nbytes: int) -> Tensor:
         if nbytes > self._buffer_bytes:
@@ -199,7 +207,7 @@ def _portions(parameters: Sequence[ShardedParameter]) -> Iterator[Sequence[Shard
         yield run
 
 
-def _in_host_memory(state: dict[str, Any]) -> dict[str, Any]:
+def in_host_memory(state: dict[str, Any]) -> dict[str, Any]:
     """Return one parameter's state with all tensors in host memory; those that are there are the same objects."""
     return {name: _moved(value) for name, value in state.items()}
 
@@ -213,11 +221,43 @@ def _moved(value: Any) -> Any:
     return value if local.device == accelerators.CPU else ShardedParameter(local.to(accelerators.CPU), value.placement)
 
 
-def _fit_for_host(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Choose torch's fused kernel where the user chose none, and switch off what is for devices only."""
-    chosen = group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
-    is_float = all(parameter.is_floating_point() for parameter in group["params"])
-    if isinstance(optimizer, _FUSED_ON_CPU) and not chosen and is_float and "fused" in group:
-        group["fused"] = True
-    if group.get("capturable"):
-        group["capturable"] = False
+def _without_memory_of(lent: Collection[int], state: dict[str, Any]) -> dict[str, Any]:
+    """Return one parameter's state, with copies of what a step kept of the weights and gradients that it was lent, such
+    as the last gradient: others will use their memory."""
+    return {
+        name: value.clone()
+        if isinstance(value, ShardedParameter) and value.local.untyped_storage().data_ptr() in lent
+        else value
+        for name, value in state.items()
+    }
+
+
+def _fit_for_host(view: Optimizer) -> None:
+    """Choose torch's fused kernel where the user chose none, switch off what is for devices only, and move numbers to
+    the host."""
+    for group in view.param_groups:
+        chosen = group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
+        is_float = all(parameter.is_floating_point() for parameter in group["params"])
+        if isinstance(view, _FUSED_ON_CPU) and not chosen and is_float and "fused" in group:
+            group["fused"] = not _lacks_some_momenta(view, group)
+        if group.get("capturable"):
+            group["capturable"] = False
+        group.update((name, _numbers_on_host(value)) for name, value in group.items() if name != "params")
+    for name, value in view.__dict__.items():  # as `grad_scale` and `found_inf`
+        if isinstance(value, Tensor):
+            view.__dict__[name] = _numbers_on_host(value)
+
+
+def _lacks_some_momenta(view: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether this is the first step of some of the group's parameters and not of others. Torch's fused SGD fails
+    then."""
+    has = {view.state[parameter].get("momentum_buffer") is not None for parameter in group["params"]}
+    return isinstance(view, SGD) and len(has) > 1
+
+
+def _numbers_on_host(value: Any) -> Any:
+    """Return an option with its tensors in host memory. Waits for the copies, as torch's fused steps would not: the
+    host would read numbers that have not arrived."""
+    if type(value) in (tuple, list) and any(isinstance(each, Tensor) for each in value):
+        return type(value)(map(_numbers_on_host, value))
+    return value.to(accelerators.CPU) if isinstance(value, Tensor) else value

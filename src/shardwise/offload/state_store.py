@@ -18,7 +18,7 @@ from shardwise import accelerators
 from shardwise.errors import ConfigError, UsageError, one_line
 from shardwise.offload import host_threads
 from shardwise.offload.freed_memory import give_back_freed
-from shardwise.offload.host_step import HostStep
+from shardwise.offload.host_step import HostStep, in_host_memory
 from shardwise.offload.medium import Medium, Transfer
 from shardwise.offload.portions import BUFFERS, Kept, Portion, portions_of, ring_bytes_for
 from shardwise.offload.resting_state import RestingState
@@ -154,9 +154,11 @@ class StateStore:
                 if is_first:  # its state was made outside the ring
                     give_back_freed()
         finally:
-            ring.finish()
-            if self._host is not None:
-                self._host.finish()
+            try:
+                ring.finish()
+            finally:  # also if the disk has failed
+                if self._host is not None:
+                    self._host.finish()
 
     def _is_in_store(self, optimizer: Optimizer, portion: Portion) -> bool:
         """Whether any of the portion's state is in this store. Before a first step there is none to read."""
@@ -188,6 +190,7 @@ class StateStore:
             selected = [[p for p in group["params"] if p in wanted] for group in optimizer.param_groups]
             step_some(optimizer, selected, state)
         else:
+            state = {parameter: in_host_memory(values) for parameter, values in state.items()}  # if it was loaded
             parameters = list(wanted)
             self._host.bring(parameters)
             self._host.step_some(optimizer, parameters, state)

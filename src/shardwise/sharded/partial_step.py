@@ -87,26 +87,28 @@ def step_view(optimizer: Optimizer, view: Optimizer) -> None:
 
     Raises UsageError, after the step, for an optimizer that keeps counters or other state anywhere but by parameter.
     """
-    options = [dict(group) for group in view.param_groups]
+    options, attributes = [dict(group) for group in view.param_groups], dict(view.__dict__)
     step = type(optimizer).step
     getattr(step, "__wrapped__", step)(view)  # torch wraps a class's step to run hooks
-    for what in _kept_elsewhere(optimizer, view, options):
+    for what in _kept_elsewhere(view, options, attributes):
         raise UsageError(
             f"{type(optimizer).__name__} keeps {what}, not by parameter, so its step cannot be taken unit by unit: use "
             "an optimizer of torch's, or leave optimizer_in_backward and offload out"
         )
 
 
-def _kept_elsewhere(optimizer: Optimizer, view: Optimizer, options: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what a step of the view has written to the view's groups, which had these options, and attributes, or to
-    state of no parameter."""
+def _kept_elsewhere(
+    view: Optimizer, options: Sequence[Mapping[str, Any]], attributes: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield what a step of the view has written to the view's groups, which had these options, to its attributes, which
+    were these, or to state of no parameter."""
     for number, (own, narrowed) in enumerate(zip(options, view.param_groups, strict=True)):
         for option in narrowed:
             if option not in {"params", _NAMES} and narrowed[option] is not own.get(option):
                 yield f"{option!r} in its group {number}"
     for name, value in view.__dict__.items():
         # A switch that a first step turns off, as torch's fused optimizers have, counts nothing.
-        if name not in _OF_VIEWS and not isinstance(value, bool) and value is not optimizer.__dict__.get(name):
+        if name not in _OF_VIEWS and not isinstance(value, bool) and value is not attributes.get(name):
             yield f"{name!r} as an attribute"
     state: Mapping[Any, Any] = view.state
     for key in state:

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardwise import accelerators
 from shardwise.comm.protocol import BufferKind, Collectives, FlatSpan
 from shardwise.sharded.placement import Placement
 
@@ -87,15 +88,16 @@ def forget(units: Iterable[OneUnit]) -> None:
 
 def of_fragments(placement: Placement, local: Tensor) -> Tensor:
     """Return the whole of a tensor of which each rank has its piece `local`. Every rank of the shard group must call
-    this."""
+    this. It is on the device of `local`."""
     group, own = placement.shard_group, placement.fragment
-    flat = torch.empty(placement.layout.entries[placement.index].numel, dtype=local.dtype, device=local.device)
+    device = group.device if local.device == accelerators.CPU else local.device  # state of a step on the host
+    flat = torch.empty(placement.layout.entries[placement.index].numel, dtype=local.dtype, device=device)
     flat[own.start : own.stop].copy_(local)
     for rank in range(group.world_size):
         piece = placement.layout.fragment(placement.index, rank)
         if piece.numel:
             group.broadcast(flat[piece.start : piece.stop], rank)
-    return flat.view(placement.shape)
+    return flat.view(placement.shape).to(local.device)
 
 
 def _of_unit(placement: Placement, tensor: Pieces, unit: OneUnit) -> Tensor | None:
