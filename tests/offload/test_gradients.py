@@ -21,8 +21,8 @@ import shardwise as sw
 from shardwise.engine import in_flight
 from shardwise.engine.lookup import gradient_stores, require_engine
 from shardwise.errors import ConfigError, UsageError
-from shardwise.offload.device_buffers import DeviceBuffers
-from shardwise.offload.host_memory import HostMemory
+from shardwise.offload.media.device_buffers import DeviceBuffers
+from shardwise.offload.media.host_memory import HostMemory
 from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.offload.slice_home import HomeState, SliceHome
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, same_tensors, seeded, squares

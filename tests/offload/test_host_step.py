@@ -17,8 +17,8 @@ from shardwise import accelerators
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, PeerError, UsageError
 from shardwise.offload import host_step, host_threads
-from shardwise.offload.host_memory import HostMemory
 from shardwise.offload.host_step import HostStep
+from shardwise.offload.media.host_memory import HostMemory
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.reductions import _norms_on_host
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares

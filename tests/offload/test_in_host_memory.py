@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.engine.lookup import require_engine, shard_stores
 from shardwise.errors import UsageError
-from shardwise.offload.device_buffers import DeviceBuffers
-from shardwise.offload.host_memory import HostMemory
+from shardwise.offload.media.device_buffers import DeviceBuffers
+from shardwise.offload.media.host_memory import HostMemory
 from shardwise.offload.shard_store import BUFFERS
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import Order, played

@@ -21,11 +21,11 @@ from shardwise import accelerators
 from shardwise.engine.lookup import require_engine, shard_stores
 from shardwise.errors import CheckpointError, PeerError, UsageError
 from shardwise.files.direct import PAGE_BYTES
-from shardwise.offload import staged_disk
-from shardwise.offload.device_buffers import DeviceBuffers
-from shardwise.offload.disk import Disk
+from shardwise.offload.media import staged_disk
+from shardwise.offload.media.device_buffers import DeviceBuffers
+from shardwise.offload.media.disk import Disk
+from shardwise.offload.media.staged_disk import THREADS, StagedDisk
 from shardwise.offload.shard_store import BUFFERS
-from shardwise.offload.staged_disk import THREADS, StagedDisk
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import Order, played
 from tests.offload.played_runs import edited_steps, every_program, goes_on_alike, same_bits_in_order, steps_in_backward
@@ -348,7 +348,7 @@ def test_memory_that_cannot_be_pinned_is_told_with_the_way_out() -> None:
             places_of(staged(), 1)
         places_of(staged(pin=False), 1)
         with (
-            mock.patch("shardwise.offload.disk.huge_page_buffer", side_effect=OSError("Cannot allocate memory")),
+            mock.patch("shardwise.offload.media.disk.huge_page_buffer", side_effect=OSError("Cannot allocate memory")),
             pytest.raises(UsageError, match=r"no room for a stage of 4096 bytes .*Cannot allocate"),
         ):
             places_of(staged(), 1)

@@ -24,7 +24,7 @@ import shardwise as sw
 from shardwise.engine.lookup import require_engine, shard_stores
 from shardwise.errors import ConfigError, UsageError
 from shardwise.files.scratch_file import ScratchFile
-from shardwise.offload.disk import Disk, OnThread
+from shardwise.offload.media.disk import Disk, OnThread
 from shardwise.offload.resting_state import RestingState
 from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.offload.slice_home import HomeState, SliceHome

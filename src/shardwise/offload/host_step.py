@@ -19,7 +19,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 from shardwise import accelerators
 from shardwise.layout.flat import round_up
 from shardwise.offload import host_threads
-from shardwise.offload.device_buffers import follow
+from shardwise.offload.media.device_buffers import follow
 from shardwise.sharded.parameter import ShardedParameter, piece_in
 from shardwise.sharded.partial_step import step_view, view_of
 

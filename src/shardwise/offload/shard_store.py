@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from shardwise.errors import UsageError
-from shardwise.offload.medium import Medium
+from shardwise.offload.media.medium import Medium
 from shardwise.sharded.parameter import Home, ShardedParameter
 
 BUFFERS = 4

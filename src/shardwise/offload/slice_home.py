@@ -25,7 +25,7 @@ from shardwise.errors import UsageError
 from shardwise.files.direct import PAGE_BYTES
 from shardwise.layout.flat import round_up
 from shardwise.offload import host_threads
-from shardwise.offload.medium import Transfer
+from shardwise.offload.media.medium import Transfer
 from shardwise.offload.shard_store import ShardStore
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.errors import UsageError
-from shardwise.offload.medium import Medium
+from shardwise.offload.media.medium import Medium
 from shardwise.offload.portions import Kept, Portion, State, probe
 from shardwise.sharded.parameter import ShardedParameter
 

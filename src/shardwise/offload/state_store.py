@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError, UsageError, one_line
 from shardwise.offload import host_threads
 from shardwise.offload.freed_memory import give_back_freed
 from shardwise.offload.host_step import HostStep, in_host_memory
-from shardwise.offload.medium import Medium, Transfer
+from shardwise.offload.media.medium import Medium, Transfer
 from shardwise.offload.portions import BUFFERS, Kept, Portion, portions_of, ring_bytes_for
 from shardwise.offload.resting_state import RestingState
 from shardwise.offload.shard_store import have_read_ahead

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 
 from shardwise import accelerators
-from shardwise.offload.disk import Disk
-from shardwise.offload.host_memory import HostMemory
 from shardwise.offload.host_step import HostStep
-from shardwise.offload.medium import Medium
+from shardwise.offload.media.disk import Disk
+from shardwise.offload.media.host_memory import HostMemory
+from shardwise.offload.media.medium import Medium
+from shardwise.offload.media.staged_disk import THREADS, StagedDisk
 from shardwise.offload.shard_store import ShardStore
 from shardwise.offload.slice_home import SliceHome
-from shardwise.offload.staged_disk import THREADS, StagedDisk
 from shardwise.offload.state_store import StateStore
 from shardwise.policy.offload import Offload
 

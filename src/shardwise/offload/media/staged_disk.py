@@ -20,9 +20,9 @@ from torch import Tensor
 
 from shardwise import accelerators
 from shardwise.errors import UsageError
-from shardwise.offload.device_buffers import DeviceBuffers, follow
-from shardwise.offload.disk import Disk, OnThread
-from shardwise.offload.pinned import Pinned
+from shardwise.offload.media.device_buffers import DeviceBuffers, follow
+from shardwise.offload.media.disk import Disk, OnThread
+from shardwise.offload.media.pinned import Pinned
 
 THREADS = 4
 """Threads of the disk: one more than the number that reads and writes fastest, because one often waits for a copy."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from shardwise import accelerators
 from shardwise.errors import UsageError
 from shardwise.files.direct import huge_page_buffer
-from shardwise.offload.device_buffers import DeviceBuffers, follow
-from shardwise.offload.pinned import Pinned
+from shardwise.offload.media.device_buffers import DeviceBuffers, follow
+from shardwise.offload.media.pinned import Pinned
 
 
 class HostMemory:
