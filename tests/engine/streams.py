@@ -11,11 +11,11 @@ race unless events order them: the later one's stream must have waited, directly
 that is freed while a stream other than its allocator's may still use it is a race too, because the allocator reuses it
 at once.
 
-Threads of a disk (`offload.media.disk`) are simulated as well. Each task's accesses to memory and to a file are recorded on a
-stream of its own. They come after everything that the submitting thread knew to be complete, and after the events that
-the task waited for. A thread that asks for the task's result then knows it to be complete, and operations that this
-thread enqueues later are ordered after it. `waits` has a stack for each time that the training thread waited for the
-device.
+Threads of a disk (`offload.media.disk`) are simulated as well. Each task's accesses to memory and to a file are
+recorded on a stream of its own. They come after everything that the submitting thread knew to be complete, and after
+the events that the task waited for. A thread that asks for the task's result then knows it to be complete, and
+operations that this thread enqueues later are ordered after it. `waits` has a stack for each time that the training
+thread waited for the device.
 """
 
 from __future__ import annotations

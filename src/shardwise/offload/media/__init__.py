@@ -1,1 +1,1 @@
-"""Media: the host memory or disk on which weights, gradients and optimizer state rest, and the copies to and from it."""
+"""The host memory or disk on which weights, gradients and optimizer state rest, and the copies to and from it."""
