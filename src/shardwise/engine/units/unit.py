@@ -165,6 +165,7 @@ class Unit:
                 if leaf.requires_grad and id(leaf) not in self._hooked_leaves:
                     self._hooked_leaves.add(id(leaf))
                     group.sharded[i].hand_on_gradients()
+                    group.dtypes.admit_wide_gradient(leaf)
                     leaf.register_post_accumulate_grad_hook(self._gradient_hook((g, i)))
 
     # Called by the outer faces (`sharded.parameter.Owner`) ------------------------------------------------------------
