@@ -71,7 +71,7 @@ class Group:
     # Sizes ------------------------------------------------------------------------------------------------------
 
     def place_unsharded(self, start_bytes: int) -> int:
-        """Place the group in its unit's slot from byte `start_bytes` on, as computed with. Returns the end, aligned."""
+        """Place the group in its unit's slot from `start_bytes` on, cast to compute. Returns where the next begins."""
         self.unsharded_start = start_bytes
         self.gathered_start, end_bytes = self.dtypes.places(start_bytes, self.layout.numel)
         return end_bytes
