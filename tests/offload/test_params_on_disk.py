@@ -30,7 +30,7 @@ from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.offload.slice_home import HomeState, SliceHome
 from shardwise.sharded.few_bits import FewBitsParameter
 from shardwise.sharded.parameter import ShardedParameter
-from tests.engine.rig import Net, Twins, batch, on_ranks, squares
+from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
 from tests.offload.test_on_disk import LEAST, amsgrad, go_on, momentum, resident, shared_folder
 from tests.optim.test_in_backward import Tied, same_states
 
@@ -478,3 +478,24 @@ def test_copies_that_are_gone_leave_their_room_to_the_next() -> None:
         gc.collect()
         taken.append(store(twins).medium.nbytes)
     assert taken[1:] == taken[:1] * 3
+
+
+@on_ranks(2)
+def test_state_that_an_optimizer_makes_for_frozen_parameters_is_loaded_to_memory() -> None:
+    """Adagrad makes state for all its parameters before any step; those that are never stepped have no room on disk."""
+    path = shared_folder()
+    states = []
+    for offload in (None, sw.Offload(optimizer="nvme", path=path)):
+        model = sw.shard(seeded(Adapted), offload=offload)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        assert any(not parameter.requires_grad for parameter in model.parameters())
+        squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        sw.checkpoint.save(f"{path}/{offload is None}", model, optimizer)
+        sw.checkpoint.load(f"{path}/{offload is None}", model, optimizer)
+        squares(model, batch(1)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        states.append([optimizer.state[p]["sum"].full_tensor() for p in model.parameters()])
+    for ours, theirs in zip(*states, strict=True):
+        assert torch.equal(ours, theirs)

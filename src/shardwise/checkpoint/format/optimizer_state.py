@@ -229,7 +229,8 @@ def _sharded_room(
     own_placement = getattr(optimizer, "state_placement", None)
     own = None if own_placement is None else own_placement(parameter, shape)
     store = store_of(parameter)
-    if store is not None and (own is None or hasattr(optimizer, "first_state")):
+    is_stepped = parameter.requires_grad or parameter.grad is not None  # others have no room on a medium
+    if store is not None and is_stepped and (own is None or hasattr(optimizer, "first_state")):
         room = store.place(optimizer, parameter, name)
         if room is None or room.dtype != dtype:
             raise UsageError(
