@@ -106,7 +106,7 @@ def _exchanging(group: Collectives) -> Collectives | None:
 
 def _on_device_of(group: Collectives, values: Tensor) -> Tensor:
     """Move results on the host, of state whose step the host takes, to the device that the group's backend needs."""
-    return values.to(group.device) if values.device == accelerators.CPU else values
+    return values.to(group.device) if accelerators.CPU == values.device != group.device else values
 
 
 def _local_norms(
