@@ -82,7 +82,10 @@ def counted(work: Callable[[], object]) -> Counts:
 
 
 def plain(model: nn.Module, mesh: Mesh, reduce: str) -> nn.Module:
-    return model.bfloat16()
+    for module in model.modules():  # `bfloat16()` swaps tensors, which torch refuses for a fake one that it has noted
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.detach().bfloat16()))
+    return model
 
 
 def fsdp2(model: nn.Module, mesh: Mesh, reduce: str) -> nn.Module:

@@ -94,6 +94,7 @@ def _keep_here(units: Iterable[Unit]) -> bool:
             if group.gradients.store is not None:
                 stores[group.gradients.store] = None
                 group.gradients.stay()
+        unit.note_places()
     for store in stores:
         store.release()
     return bool(stores)

@@ -86,11 +86,11 @@ class Unit:
         """Where its optimizer state rests between steps, and what takes its steps on the host; None as for copies."""
         self._handles: list[RemovableHandle] = []
         self._hooked_leaves: set[int] = set()
+        self.note_places()
 
-    @property
-    def rests_elsewhere(self) -> bool:
-        """See `Owner`."""
-        return any((self.states, self.host_step, *(g.home or g.gradients.store for g in self.groups)))
+    def note_places(self) -> None:
+        """Note whether anything of it rests or steps elsewhere; asked of every unit in every step."""
+        self.rests_elsewhere = any((self.states, self.host_step, *(g.home or g.gradients.store for g in self.groups)))
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise UsageError(
