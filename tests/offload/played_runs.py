@@ -87,3 +87,15 @@ def goes_on_alike(other: Twins, twins: Twins) -> None:
     other.steps = twins.steps
     other.train(2)
     same_states(other)
+
+
+def to_the_device_and_back(twins: Twins, offload: sw.Offload, path: str) -> None:
+    """Through checkpoints, to a model without offload and to another with it, which both train on alike."""
+    sw.checkpoint.save(f"{path}/one", twins.sharded, twins.optimizers[1])
+    on_device = Twins()
+    sw.checkpoint.load(f"{path}/one", on_device.sharded, on_device.optimizers[1])
+    again = Twins(offload=offload)
+    sw.checkpoint.save(f"{path}/two", on_device.sharded, on_device.optimizers[1])
+    sw.checkpoint.load(f"{path}/two", again.sharded, again.optimizers[1])
+    for other in (on_device, again):
+        goes_on_alike(other, twins)

@@ -20,7 +20,13 @@ from shardwise.offload.media.host_memory import HostMemory
 from shardwise.offload.shard_store import BUFFERS
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import Order, played
-from tests.offload.played_runs import edited_steps, every_program, goes_on_alike, same_bits_in_order, steps_in_backward
+from tests.offload.played_runs import (
+    edited_steps,
+    every_program,
+    same_bits_in_order,
+    steps_in_backward,
+    to_the_device_and_back,
+)
 from tests.offload.test_on_disk import LEAST, shared_folder
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -74,14 +80,7 @@ def test_checkpoints_go_to_the_device_and_back() -> None:
         twins.train(2)
         with pytest.raises(UsageError, match="offloaded"):
             sw.checkpoint.save(f"{path}/late", twins.sharded, twins.optimizers[1], asynchronous=True)
-        sw.checkpoint.save(f"{path}/one", twins.sharded, twins.optimizers[1])
-        on_device = Twins()
-        sw.checkpoint.load(f"{path}/one", on_device.sharded, on_device.optimizers[1])
-        again = Twins(offload=offload)
-        sw.checkpoint.save(f"{path}/two", on_device.sharded, on_device.optimizers[1])
-        sw.checkpoint.load(f"{path}/two", again.sharded, again.optimizers[1])
-        for other in (on_device, again):
-            goes_on_alike(other, twins)
+        to_the_device_and_back(twins, offload, path)
     assert order.races == []
 
 

@@ -59,15 +59,10 @@ class HostStep:
         self._pins = pin
         self._down = accelerators.new_stream(device)
         self._up = accelerators.new_stream(device)
-        self._free: deque[tuple[Tensor, torch.Event | None]] = deque()
-        """Staging buffers, with the end of the copies from them back to the device."""
+        self._free: deque[tuple[Tensor, torch.Event]] = deque()
+        """Staging buffers, with the end of their last copy."""
         self._buffer_bytes = 0
         self._coming: deque[tuple[Sequence[ShardedParameter], _Brought]] = deque()
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of the staging buffers, in host memory."""
-        return sum(buffer.nbytes for buffer, _ in self._free)
 
     # A whole step -----------------------------------------------------------------------------------------------------
 
@@ -177,13 +172,11 @@ class HostStep:
         follow(accelerators.current_stream(self._device), copied)
 
     def _take_buffer(self, nbytes: int) -> Tensor:
-        if nbytes > self._buffer_bytes:
-            self._buffer_bytes = nbytes
+        self._buffer_bytes = max(self._buffer_bytes, nbytes)
         if len(self._free) + len(self._coming) < _BUFFERS:
             return self._new_buffer()
         buffer, used = self._free.popleft()
-        if used is not None:
-            accelerators.wait_for(used)
+        accelerators.wait_for(used)
         return buffer if buffer.nbytes >= nbytes else self._new_buffer()
 
     def _new_buffer(self) -> Tensor:

@@ -35,26 +35,19 @@ class Stores(NamedTuple):
         if offload is None:
             return cls()
 
-        def medium(place: str | None, what: str) -> Medium | None:
+        is_apart = accelerators.has_memory(device)
+
+        def medium(place: str | None, what: str, reaches_device: bool = is_apart) -> Medium | None:
             if place == "nvme":
                 assert offload.path is not None
-                if accelerators.has_memory(device):
+                if reaches_device:
                     return StagedDisk(Disk(Path(offload.path), what, THREADS), device, what, offload.pin)
                 return Disk(Path(offload.path), what)
-            if place == "cpu" and accelerators.has_memory(device):
-                return HostMemory(device, what, offload.pin)
-            return None
+            return HostMemory(device, what, offload.pin) if place == "cpu" and reaches_device else None
 
+        host_step = HostStep(device, offload.pin) if offload.step == "cpu" and is_apart else None
         shards, gradients = medium(offload.params, "weights"), medium(offload.gradients, "gradients")
-        on_host = offload.step == "cpu" and accelerators.has_memory(device)
-        host_step = HostStep(device, offload.pin) if on_host else None
-        states: Medium | None
-        if host_step is None:
-            states = medium(offload.optimizer, "optimizer state")
-        else:  # its state need not reach the device
-            states = (
-                Disk(Path(offload.path), "optimizer state") if offload.optimizer == "nvme" and offload.path else None
-            )
+        states = medium(offload.optimizer, "optimizer state", reaches_device=is_apart and host_step is None)
         return cls(
             None if states is None else StateStore(states, offload.ring_bytes, host_step),
             None if shards is None else ShardStore(shards),

@@ -1,4 +1,4 @@
-"""HeldPieces for operations over many tensors: on the device, or in host memory where the host computes with what rests
+"""Pieces for operations over many tensors: on the device, or in host memory where the host computes with what rests
 there."""
 
 from __future__ import annotations
