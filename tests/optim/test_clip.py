@@ -108,3 +108,14 @@ def test_what_is_no_norm(max_norm: Any) -> None:
     with pytest.raises(UsageError, match=r"max_norm=.*: must be at least 0; math.inf"):
         clip_grad_norm_([weight], max_norm)
     assert torch.equal(weight.grad, before)
+
+
+def test_only_a_norm() -> None:
+    """Which is infinite: a factor formed from it would be no number, and so would every gradient be."""
+    [weight] = parameters_of(randn((5, 3)), randn((5, 3), seed=1))
+    assert weight.grad is not None
+    weight.grad[0, 0] = math.inf
+    before, version = weight.grad.clone(), weight.grad._version
+    assert clip_grad_norm_([weight], math.inf) == math.inf
+    assert torch.equal(weight.grad, before)
+    assert weight.grad._version == version

@@ -101,8 +101,9 @@ def _homes(unit: Unit) -> list[SliceHome]:
 
 
 def _leave(unit: Unit) -> None:
-    for home in _homes(unit):
-        home.leave()
+    for group in unit.groups:
+        if group.trainable:
+            group.gradients.leave()
 
 
 def _sum(flight: Flight) -> None:

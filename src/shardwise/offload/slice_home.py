@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -75,6 +75,9 @@ class SliceHome:
         """Whether `note_write` was called since then, for a write that `_bytes._version` may not count."""
         self._former_versions = 0
         """Added to `_bytes._version` to give `_version`, which goes on when the buffer changes."""
+        self._norms: Mapping[int, Tensor] = {}
+        """2-norms of pieces, by their offsets, at `_norms_version`."""
+        self._norms_version = 0
 
     def _move(self, state: HomeState) -> None:
         """Change the state. Nothing else does."""
@@ -103,6 +106,7 @@ class SliceHome:
         kernels and writes to `.data` tell no version."""
         view = self.flat()
         self._is_written = True
+        self._norms = {}
         return view
 
     def come(self) -> Tensor:
@@ -184,6 +188,20 @@ class SliceHome:
         memory = self.store.medium.in_host_memory(self.start, self.numel * self.dtype.itemsize)
         return None if memory is None else memory.view(self.dtype)
 
+    def note_norms(self, norms: Mapping[int, Tensor]) -> None:
+        """Keep the 2-norms of the slice's pieces, by their offsets, until it is written. Not if anybody holds a view of
+        it, who may write without a version that tells."""
+        self._norms, self._norms_version = {} if self.is_viewed else norms, self._version
+
+    @property
+    def knows_norms(self) -> bool:
+        """Whether norms were noted and the slice was not written since."""
+        return bool(self._norms) and self._norms_version == self._version
+
+    def norm_at(self, offset: int) -> Tensor | None:
+        """See `Home`."""
+        return self._norms[offset] if self.knows_norms else None
+
     @property
     def host_computes(self) -> bool:
         """See `Home`."""
@@ -193,7 +211,7 @@ class SliceHome:
     def at_rest(self) -> Iterator[Tensor | None]:
         """See `Home`."""
         memory = self.in_host_memory()
-        with host_threads.on_host():
+        with host_threads.on_host() if memory is not None else nullcontext():
             yield memory
 
     # Going ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -28,13 +29,14 @@ def clip_grad_norm_(
     Uses the arithmetic of `torch.nn.utils.clip_grad_norm_`, so the bits are the same, except for the order in which
     norms of several shard groups are added. Costs one collective whatever the number of dtypes and a few operations for
     each dtype whatever the number of parameters. Does not wait for the device (unless `error_if_nonfinite`). Gradients
-    that rest on the host are loaded slice by slice, once for the norm and once for scaling, unless the host takes the
-    optimizer's step (`Offload.step`): then it computes with them where they rest.
+    that rest on the host are loaded slice by slice to be scaled, unless the host takes the optimizer's step
+    (`Offload.step`): then it scales them where they rest. Their norms of order 2 were formed in backward; for another
+    order, or after they were changed, they are read once more.
 
     Args:
         model: the model, or parameters, whose gradients are clipped. Plain parameters (`sw.shard(ignored=...)`) may be
             among them and count once: their gradients must be equal on all ranks.
-        max_norm: the largest joint norm after clipping.
+        max_norm: the largest joint norm after clipping; `math.inf` only returns the norm and changes no gradient.
         norm_type: order of the norm, at least 0; `math.inf` is the largest magnitude.
         error_if_nonfinite: raise if the norm is infinite or NaN (waits for the device).
 
@@ -71,6 +73,8 @@ def clip(
     total: Tensor = torch.linalg.vector_norm(torch.cat(norms) if len(norms) > 1 else norms[0], float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the gradients' norm of order {norm_type} is {total.item()}, so they cannot be clipped")
+    if max_norm == math.inf:
+        return total
     scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     for group in groups:  # one kernel for each device and dtype, or slice by slice
         gradients = [gradient for gradient in group if gradient is not None]
@@ -82,7 +86,10 @@ def clip(
 def _scale(gradients: Sequence[Tensor], scale: Tensor) -> None:
     """Scale gradients in place. All must have the same home, or none."""
     with pieces_of(gradients) as pieces:
-        torch._foreach_mul_(pieces.tensors, scale.to(pieces.tensors[0].device))
+        factor = scale.to(pieces.tensors[0].device)
+        if pieces.on_host and factor.item() == 1:
+            return
+        torch._foreach_mul_(pieces.tensors, factor)
     first = gradients[0]
     if isinstance(first, ShardedParameter) and first.home is not None:
         first.home.note_write()

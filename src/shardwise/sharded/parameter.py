@@ -107,11 +107,15 @@ class Home(Protocol):
         """Whether operations over many tensors run where the slice rests, on the host."""
 
     def at_rest(self) -> AbstractContextManager[Tensor | None]:
-        """Return a context in which the host computes with what `in_host_memory` returns."""
+        """Return a context in which the host computes with what `in_host_memory` returns, if that is not None."""
 
     def in_host_memory(self) -> Tensor | None:
         """Return the memory where the slice rests, 1-D, to read and write before the slice is loaded again; waits for
         the device. None if it does not rest in host memory now. Writes must be told by `note_write`."""
+
+    def norm_at(self, offset: int) -> Tensor | None:
+        """Return the 2-norm of the piece at `offset` in the slice, 0-d on the computing device: formed when the slice
+        was last there. None if that is not known, or the slice was written since."""
 
     def read_ahead(self) -> None:
         """Begin to load the slice, which will be needed soon."""

@@ -116,20 +116,39 @@ def _local_norms(
     precision they are fp32, to be rounded once, after the sum over ranks."""
     one = pieces[where[0]]
     kind = one.stored_dtype if isinstance(one, ShardedParameter) else one.dtype
-    wide = torch.float32 if (dtype or kind) in _HALF else dtype
-    norms: dict[int, Tensor] = {}
-    some = [pieces[i] for i in held]
-    for positions in slice_by_slice([some]) if held else ():
+    wide = _wide(dtype or kind) or dtype
+    norms = {i: known for i in held if (known := _known_norm(pieces[i], order, dtype)) is not None}
+    sought = [i for i in held if i not in norms]
+    some = [pieces[i] for i in sought]
+    for positions in slice_by_slice([some]) if sought else ():
         with pieces_of([some[i] for i in positions]) as held_here:
             joined = _norms_on_host(held_here.tensors, order, wide) if held_here.on_host else None
             found: Sequence[Tensor] = torch._foreach_norm(held_here.tensors, order, wide) if joined is None else ()
         if joined is not None:
             found = accelerators.sent(joined, one.device).unbind()
-        norms.update((held[i], norm) for i, norm in zip(positions, found, strict=True))
+        norms.update((sought[i], norm) for i, norm in zip(positions, found, strict=True))
     if len(held) < len(where):
         zero = torch.zeros((), dtype=(wide or kind).to_real(), device=one.device)
         return torch.stack([norms.get(i, zero) for i in where])
     return torch.stack([norms[i] for i in where])
+
+
+def norms_of_pieces(pieces: list[Tensor], order: float) -> Sequence[Tensor]:
+    """Return the norms of pieces of one dtype on one device, as `global_norms` forms them before it combines ranks'."""
+    norms: Sequence[Tensor] = torch._foreach_norm(pieces, order, _wide(pieces[0].dtype)) if pieces else ()
+    return norms
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype that norms of this dtype are formed in; None: itself."""
+    return torch.float32 if dtype in _HALF else None
+
+
+def _known_norm(piece: Tensor, order: float, dtype: torch.dtype | None) -> Tensor | None:
+    """Return the norm of a piece that is known without reading it; see `Home.norm_at`."""
+    if not isinstance(piece, ShardedParameter) or piece.home is None or order != 2 or dtype is not None:
+        return None
+    return piece.home.norm_at(piece.fragment.offset)
 
 
 def _norms_on_host(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> Tensor:

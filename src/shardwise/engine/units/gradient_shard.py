@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from shardwise.offload.shard_store import ShardStore
-from shardwise.offload.slice_home import SliceHome
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.offload.slice_home import HomeState, SliceHome
+from shardwise.sharded.parameter import ShardedParameter, piece_in
+from shardwise.sharded.reductions import norms_of_pieces
 
 
 class GradientShard:
@@ -119,8 +120,21 @@ class GradientShard:
     def end_backward(self) -> None:
         """End a backward: the next sum is of another one. The current stream must be ordered after the last sum."""
         self._awaits_first_sum = True
-        if self.home is not None:
-            self.home.leave()
+        self.leave()
+
+    def leave(self) -> None:
+        """Have it go home, if it has one, after a sum. The current stream must be behind that. Norms are formed first,
+        so that clipping does not load it for its norm; another sum replaces them."""
+        if self.home is None:
+            return
+        if self.home.state is HomeState.HERE and not self.home.knows_norms:
+            self.home.note_norms(self._norms(self.home.flat()))
+        self.home.leave()
+
+    def _norms(self, flat: Tensor) -> dict[int, Tensor]:
+        held = [own for own in self.faces if own.fragment.numel]
+        norms = norms_of_pieces([piece_in(flat, own) for own in held], 2.0)
+        return {own.fragment.offset: norm for own, norm in zip(held, norms, strict=True)}
 
     def _references(self) -> list[int]:
         """Return how often Python refers to each gradient and its piece; with a home, a view of any piece counts."""

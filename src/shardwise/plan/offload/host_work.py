@@ -4,8 +4,8 @@
 - The optimizer's step runs on the device, portion by portion: optimizer state, and offloaded weights, are loaded before
   the update and written back after it. The link copies in both directions at once; a disk reads and writes in turn.
 - A unit's reduced gradient is copied to the host after its reduction. If earlier micro-batches left a sum there, it is
-  loaded when the unit's backward begins, and the gradient is added to it. Clipping loads all gradients twice and writes
-  them once; the step loads them once more.
+  loaded when the unit's backward begins, and the gradient is added to it. Clipping loads all gradients and writes them
+  (their norms were formed in backward); the step loads them once more.
 - Data on disk reaches a device in two copies, each on a stream of its own; those of one unit run one after the other.
 - If the host takes the step, its processors read and write weights, state and gradients in its memory. What rests on
   the device is copied there first, and weights back. The step of one part and the copies of others overlap.
@@ -27,8 +27,8 @@ from shardwise.policy.places import Places
 
 UP, DOWN, DISK, PROCESSORS = STREAMS = ("host to device", "device to host", "disk", "processors of the host")
 """The streams on which copies run, and the host's part of an optimizer's step."""
-_GRADIENTS_UP, _GRADIENTS_DOWN = 3, 1
-"""How often gradients cross the link after backward: up for their norm, up and down to be scaled, up for the step."""
+_GRADIENTS_UP, _GRADIENTS_DOWN = 2, 1
+"""How often gradients cross the link after backward: up and down to be scaled, up for the step."""
 
 
 class Rates(NamedTuple):
@@ -126,7 +126,7 @@ def _step_on_host(job: Job, facts: Facts, moved: Offloaded) -> StepOnHost:
     trained = sum(facts.unit_trained_bytes.values())
     weights = 0 if places.get("param_shards") == "cpu" else trained  # on the device, at least when they are stepped
     gradients = 0 if places.get("grad_shards") == "cpu" else trained
-    clipped = 0 if gradients else 3 * trained  # read for the norm, read and written to be scaled
+    clipped = 0 if gradients else 2 * trained  # read and written to be scaled
     return StepOnHost(
         computed=2 * (moved.state_bytes + trained) + trained + clipped,
         down=weights + gradients,
