@@ -219,6 +219,7 @@ def test_compiled_transformers(how: str) -> None:
 @on_ranks(2, timeout_s=120)
 def test_compiled(how: str, strategy: str) -> None:
     torch._dynamo.reset()
+    torch._dynamo.utils.clear_compilation_metrics()
     options: dict[str, Any] = {"backend": "aot_eager"}
 
     def build() -> nn.Module:
@@ -244,6 +245,10 @@ def test_compiled(how: str, strategy: str) -> None:
         assert all(torch.equal(p.grad, q.grad.full_tensor()) for p, q in pairs)  # type: ignore[arg-type, union-attr]
         twins.step()
     assert twins.engine.unsharder.retired_slots == 0
+    compiled = torch._dynamo.utils.get_compilation_metrics()
+    assert compiled
+    ours = {metrics.co_name for metrics in compiled if "/src/shardwise/" in str(metrics.co_filename)}
+    assert ours <= {"_pre_forward"}, "of the root, the first of all"
 
 
 @on_ranks(2, timeout_s=120)

@@ -37,7 +37,7 @@ from shardwise.engine.units.unit import Arguments, Unit
 from shardwise.engine.unsharder import Unsharder
 from shardwise.errors import CollectiveTimeout, MismatchError, UsageError
 from shardwise.modules.dtypes import check_autocast
-from shardwise.modules.graph_breaks import hide_from_dynamo
+from shardwise.modules.graph_breaks import hide_from_dynamo, leave_uncompiled
 from shardwise.modules.late_parameters import LateParameters
 from shardwise.modules.trees import cast_tensors, exchange_tensors, mark_first_input, output_tensors
 from shardwise.policy.precision import Precision
@@ -328,8 +328,8 @@ class Engine:
     def _begin_step(self, unit: Unit) -> None:
         """Begin an outermost forward: clear up after an interrupted step and follow the user's changes.
 
-        If the root is only a container (of a GAN's two halves, called one by one), all calls up to a backward make one
-        step."""
+        If the root is only a container (of a GAN's two halves), all calls up to a backward make one step."""
+        leave_uncompiled()
         self.clear_up()
         self.unsharder.begin(self.units)
         self.loans.hide_stale()

@@ -7,7 +7,6 @@ tensors that are not sharded. docs/design/torch-patches.md explains why nothing 
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
 
 from shardwise.errors import UsageError
+from shardwise.modules.graph_breaks import leave_uncompiled
 from shardwise.offload.step_hook import put_last
 from shardwise.sharded.optimizer_state import cut_state
 from shardwise.sharded.parameter import Owner, ShardedParameter, outer_face
@@ -156,8 +156,8 @@ def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] |
     _check_sharded(optimizer)
     owners = _stepping[optimizer] = _owners(optimizer)
     put_last(optimizer, has_stores=any(unit.rests_elsewhere for unit in owners))
-    if owners and "torch._dynamo" in sys.modules:
-        _leave_dispatch_uncompiled()
+    if owners:
+        leave_uncompiled()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if owners and closure is not None:
         checked = partial(_evaluate, closure, owners)
@@ -180,14 +180,6 @@ def _evaluate(closure: Callable[[], Any], owners: set[Owner]) -> Any:
     for unit in owners:
         unit.about_to_step()
     return result
-
-
-@cache
-def _leave_dispatch_uncompiled() -> None:
-    """Under torch.compile(optimizer.step) Dynamo cannot trace sharded parameters, and would compile our code that takes
-    their operations apart instead, once for each operation: a minute of work that makes nothing faster."""
-    with suppress(AttributeError):  # private to torch, and only saves time
-        torch._dynamo.trace_rules.add("shardwise.sharded")
 
 
 def _post_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
