@@ -3,7 +3,7 @@ rests in host memory. Played on CPU ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 from unittest import mock
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise import accelerators
@@ -437,14 +438,36 @@ def test_a_kernel_that_nobody_chose_is_fused(kind: Any) -> None:
 
 
 def test_ranks_share_the_cores_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_threads, "available_cores", lambda: 12)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
-    assert host_threads.fair_share() == 2
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert host_threads.fair_share() == 12
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    """Those that are bound to cores of their own share none; two to a socket share that."""
+    monkeypatch.setattr(host_threads, "available_cores", lambda: frozenset(range(12)))
+
+    def share(cores: Sequence[range]) -> int:
+        monkeypatch.setattr(host_threads, "_neighbours", {})
+        host_threads.share_with({str(rank): each for rank, each in enumerate(cores)})
+        return host_threads.fair_share()
+
+    everything = range(24)
+    assert share([]) == 12
+    assert share([range(12)] * 5) == 2
+    assert share([range(12), range(12, 24)]) == 12
+    assert share([range(12)] * 2 + [range(12, 24)] * 2) == 6
+    assert share([range(12), everything, everything]) == 4
     with pytest.warns(UserWarning, match="12 cores for the steps of 16 ranks"):
-        assert host_threads.fair_share() == 1
+        assert share([range(12)] * 16) == 1
+
+
+@on_ranks(4)
+def test_ranks_learn_of_each_others_cores() -> None:
+    """Also those of other replicas, and of ranks that are bound."""
+    rank = torch.distributed.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2))
+    with (
+        played(),
+        mock.patch.object(host_threads, "_neighbours", {}),
+        mock.patch.object(host_threads, "available_cores", return_value=frozenset({rank // 3, 7})),
+    ):
+        sw.shard(Net(), "hybrid_shard", mesh=mesh, offload=sw.Offload(**PLACES["all"]))
+        assert sorted(map(sorted, host_threads._neighbours.values())) == [[0, 7]] * 3 + [[1, 7]]
 
 
 # Checkpoints and errors -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import nn
 from shardwise.engine.engine import Engine
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.setup.agreement import agree_on_init, agree_on_layout, agree_on_values
+from shardwise.engine.setup.cores import share_cores
 from shardwise.engine.units.extended import ExtendedGroup
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.kept import Dtypes
@@ -65,6 +66,8 @@ def build_units(
     settings = (engine.strategy, precision, engine.slots, resharding, engine.align)
     agree_on_layout([unit for unit, _ in units], list(model.named_buffers()), settings, mesh)
     _take_room(stores, [group for of_unit in groups for group in of_unit], mesh)
+    if stores.host_step is not None:
+        share_cores(mesh)
     with torch.no_grad(), torch.inference_mode(False):
         if on_meta(model) and is_put_off() and not draws_on_device():
             _put_off(units, mesh)
