@@ -52,11 +52,13 @@ def test_the_same_bits_in_order() -> None:
 def test_inputs_are_gone_between_forward_and_backward_and_come_one_ahead() -> None:
     inputs: list[weakref.ref[Any]] = []
     there: list[int] = []
+    nbytes: list[int] = []
     with played():
         model: Any = checkpoint_units(sw.shard(seeded(lambda: Net(DEPTH))), "offload")
 
         def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             inputs.append(weakref.ref(args[0].untyped_storage()))
+            nbytes.append(args[0].nbytes)
 
         for block in model.blocks:
             block.register_forward_pre_hook(note)
@@ -74,6 +76,8 @@ def test_inputs_are_gone_between_forward_and_backward_and_come_one_ahead() -> No
             patch.setattr(activation_offload.KeptInput, "take", count)
             loss.backward()
     assert there == [2] * (DEPTH - 1) + [1], "its own, and the next one's"
+    held = sw.memory(model).host["activations"]
+    assert sum(nbytes[:DEPTH]) <= held <= 1.25 * sum(nbytes[:DEPTH])
 
 
 @on_ranks(1)

@@ -187,6 +187,16 @@ def test_printed_it_is_a_table_of_what_there_is() -> None:
     ]
 
 
+def test_what_is_elsewhere_has_columns() -> None:
+    table = str(Memory({"param_shards": 1536, "optimizer": 0}, {"param_shards": 1536}, {}, {"optimizer": 4096}))
+    assert [line.split() for line in table.splitlines()] == [
+        ["this", "rank", "now", "peak", "disk"],
+        ["param_shards", "1.5", "KiB", "1.5", "KiB", "0", "B"],
+        ["optimizer", "0", "B", "0", "B", "4.0", "KiB"],
+        ["together", "1.5", "KiB", "1.5", "KiB", "4.0", "KiB"],
+    ]
+
+
 def _shared(case: Case) -> tuple[int, int]:
     already = set(shared_mapping_bytes())
     with collectives("shm"):

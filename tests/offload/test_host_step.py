@@ -220,8 +220,23 @@ def test_the_device_holds_no_state() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()
-    assert sw.memory(model).now["optimizer"] == 0
-    assert sw.memory(model).now["activations"] == 0 if "activations" in sw.memory(model).now else True
+    found, nbytes = sw.memory(model), 4 * 65 * 64 * 4
+    assert found.now["optimizer"] == 0
+    slices = 4 * 5 * 4096  # of four units, in whole pages
+    assert found.host == {"param_shards": slices, "grad_shards": slices, "optimizer": 2 * nbytes + 8 * 4}  # and counts
+
+
+@on_ranks(1)
+def test_what_is_staged_for_a_step_is_counted() -> None:
+    with played():
+        model = sw.shard(nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), offload=sw.Offload(**PLACES["state"]))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+    state = 2 * 4 * 65 * 64 * 4 + 8 * 4
+    staged = 2 * 4 * 65 * 64 * 4  # weights and gradients: one portion, of one buffer a step
+    assert sw.memory(model).host == {"optimizer": state, "temporaries": 2 * staged}
 
 
 def forgets_arrivals(patch: pytest.MonkeyPatch) -> None:

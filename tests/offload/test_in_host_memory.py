@@ -105,6 +105,8 @@ def test_the_device_has_rings_and_slots_alone() -> None:
     assert 0 < now["param_shards"] == shards.ring_bytes <= BUFFERS * nbytes // 24
     assert now["optimizer"] == 2**21 + 24 * 4  # and the counts of steps
     assert now["grad_shards"] == 0
+    assert sw.memory(model).host == {"param_shards": nbytes, "optimizer": 2 * nbytes}
+    assert sw.memory(model).disk == {}
 
 
 @on_ranks(1)

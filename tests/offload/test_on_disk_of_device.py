@@ -138,11 +138,12 @@ def test_the_device_and_the_host_have_rings_alone() -> None:
         assert isinstance(states.medium, StagedDisk)
         assert (shards.medium.nbytes, states.medium.nbytes) == (nbytes, 2 * nbytes)
         now = sw.memory(model).now
-        assert 0 < now["param_shards"] == shards.ring_bytes == shards.medium.staged_bytes <= BUFFERS * nbytes // 24
+        assert 0 < now["param_shards"] == shards.ring_bytes == shards.medium.host_bytes <= BUFFERS * nbytes // 24
         assert now["optimizer"] == 2**21 + 24 * 4  # and the counts of steps
-        assert states.medium.staged_bytes == 2**21
+        assert sw.memory(model).host == {"param_shards": shards.ring_bytes, "optimizer": 2**21}
+        assert sw.memory(model).disk == {"param_shards": nbytes, "optimizer": 2 * nbytes}
         sw.release(model)
-        assert shards.medium.staged_bytes == 0
+        assert sw.memory(model).host == {"optimizer": 2**21}
         assert not any(Path(path).iterdir())
 
 
@@ -377,4 +378,4 @@ def test_a_stage_is_given_back_when_nothing_uses_it() -> None:
             number = stream.number  # type: ignore[attr-defined]
             assert known[index].get(number) == order.operations[number], "its copy is over"
         assert order.waits == []
-        assert medium.staged_bytes == 0
+        assert medium.host_bytes == 0

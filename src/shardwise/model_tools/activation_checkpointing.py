@@ -7,7 +7,7 @@ also put `torch.utils.checkpoint` (non-reentrant) around or inside units themsel
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -69,6 +69,13 @@ def checkpoint_units(model: nn.Module, mode: str, copies: Copies | None = None) 
 def blocks_of(units: list[Unit]) -> list[Unit]:
     """Return the units with submodules, except the root."""
     return [unit for unit in units if unit.ancestors and next(unit.module.children(), None) is not None]
+
+
+def input_copies(units: Sequence[Unit]) -> list[Copies]:
+    """Return what copies the inputs of these units' blocks to the host: nothing unless the mode is "offload"."""
+    forwards = [unit.module.__dict__.get("forward") for unit in units]
+    recomputed = [f for f in forwards if isinstance(f, partial) and f.func is _recomputed]
+    return list(dict.fromkeys(offload.copies for f in recomputed if (offload := f.args[2]) is not None))
 
 
 def _recomputed(

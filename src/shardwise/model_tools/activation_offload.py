@@ -23,13 +23,17 @@ class _HostBuffers:
 
     def __init__(self) -> None:
         self._free: dict[int, list[tuple[Tensor, torch.Event]]] = {}
+        self.nbytes = 0
+        """Bytes of all buffers, free or not."""
 
     def take(self, nbytes: int, device: torch.device, stream: torch.Stream) -> Tensor:
         """Return a buffer of at least `nbytes`; the stream waits until it may write the buffer."""
         quarter = 1 << max(0, nbytes.bit_length() - 3)
         free = self._free.get(round_up(nbytes, quarter))
         if not free:
-            return accelerators.host_memory(round_up(nbytes, quarter), device)
+            memory = accelerators.host_memory(round_up(nbytes, quarter), device)
+            self.nbytes += memory.nbytes
+            return memory
         memory, last_used = free.pop()
         stream.wait_event(last_used)
         return memory
@@ -61,6 +65,10 @@ class Copies(Protocol):
 
     device: torch.device
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory taken for inputs."""
+
     def keep(self, leaving: Tensor) -> Input:
         """Begin to copy an input that the current stream has written. Call `Input.wait` before freeing the original."""
 
@@ -76,6 +84,11 @@ class HostCopies:
         self.outward = accelerators.new_stream(device)
         self.inward = accelerators.new_stream(device)
         self.buffers = _HostBuffers()
+
+    @property
+    def host_bytes(self) -> int:
+        """See `Copies`."""
+        return self.buffers.nbytes
 
     def keep(self, leaving: Tensor) -> KeptInput:
         """See `Copies`."""
@@ -141,7 +154,7 @@ class ActivationOffload:
     """
 
     def __init__(self, copies: Copies) -> None:
-        self._copies = copies
+        self.copies = copies
         self._leaving: tuple[Tensor, Input] | None = None
         """The input copied last, held so that its memory is not freed before the copy is done."""
         self._order: list[weakref.ref[Input]] = []
@@ -152,10 +165,10 @@ class ActivationOffload:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, saved: Tensor) -> Tensor | Input:
-        if not saved.requires_grad or saved.device != self._copies.device or not saved.numel():
+        if not saved.requires_grad or saved.device != self.copies.device or not saved.numel():
             return saved
         self._let_go()
-        kept = self._copies.keep(saved.detach())
+        kept = self.copies.keep(saved.detach())
         self._leaving = saved.detach(), kept
         self._order.append(weakref.ref(kept))
         return kept
@@ -178,4 +191,4 @@ class ActivationOffload:
         return kept.take()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(self._copies.again())
+        return type(self)(self.copies.again())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,7 +12,10 @@ from shardwise import accelerators
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import gradient_stores, require_engine, shard_stores
 from shardwise.engine.setup.torch_patches import with_state
+from shardwise.model_tools.activation_checkpointing import input_copies
+from shardwise.offload.media.medium import Medium
 from shardwise.offload.resting_state import RestingState
+from shardwise.offload.state_store import StateStore
 from shardwise.policy.kinds import STATE_KINDS
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 from shardwise.tables import aligned, format_bytes
@@ -23,18 +26,29 @@ class Memory:
     """Bytes on this rank by kind, with the names of `policy.kinds.KINDS`. A kind that was not measured is absent."""
 
     now: dict[str, int]
+    """In the memory of the computing device."""
     peak: dict[str, int]
+    host: dict[str, int] = field(default_factory=dict)
+    """In host memory beside an accelerator, now: what rests there, rings and staging buffers of a step on the host,
+    stages between a disk and the device. Only kinds that are not 0; none on CPU ranks, whose memory is in `now`."""
+    disk: dict[str, int] = field(default_factory=dict)
+    """On disk, now. Only kinds that are not 0."""
 
     def __str__(self) -> str:
-        """Return a table with a line for each nonzero kind, and the sums."""
-        kinds = [kind for kind in self.now if self.now[kind] or self.peak[kind]]
-        rows = [(kind, format_bytes(self.now[kind]), format_bytes(self.peak[kind])) for kind in kinds]
-        sums = ("together", format_bytes(sum(self.now.values())), format_bytes(sum(self.peak.values())))
-        return "\n".join(aligned([("this rank", "now", "peak"), *rows, sums], right=(1, 2)))
+        """Return a table with a line for each nonzero kind, and the sums. What is on the host or on disk has columns if
+        there is any."""
+        columns = {"now": self.now, "peak": self.peak}
+        columns |= {name: column for name, column in (("host", self.host), ("disk", self.disk)) if column}
+        kinds = [kind for kind in self.now if any(column.get(kind) for column in columns.values())]
+        rows = [(kind, *(format_bytes(column.get(kind, 0)) for column in columns.values())) for kind in kinds]
+        sums = ("together", *(format_bytes(sum(column.values())) for column in columns.values()))
+        right = range(1, len(columns) + 1)
+        return "\n".join(aligned([("this rank", *columns), *rows, sums], right))
 
 
 def memory(model: nn.Module) -> Memory:
-    """Return this rank's memory by kind; `print` it, or read `.now` and `.peak`.
+    """Return this rank's memory by kind; `print` it, or read `.now` and `.peak`, and `.host` and `.disk` of a model
+    that is offloaded.
 
     Does not communicate. Before the first forward it allocates the slots, so then every rank must call it.
 
@@ -56,7 +70,7 @@ def memory(model: nn.Module) -> Memory:
         allocated, most_allocated = accelerators.allocated_bytes(engine.mesh.device)
         now["activations"] = max(0, allocated - total)
         peak["activations"] = max(0, most_allocated - total)
-    return Memory(now, peak)
+    return Memory(now, peak, *_elsewhere(engine))
 
 
 def replicated(model: nn.Module) -> dict[str, int]:
@@ -81,7 +95,7 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
     whole = [p for p in model.parameters() if not isinstance(p, ShardedParameter) and outer_face(p) is None]
     whole_gradients = [parameter.grad for parameter in whole if parameter.grad is not None]
     aparts = [unit.gradients.apart for unit in engine.units]
-    stores = {unit.states for unit in engine.units if unit.states is not None}
+    states, _ = _optimizer_bytes(engine)
     return {
         "param_shards": sum(unit.parameters.shard_bytes for unit in engine.units)
         + sum(store.ring_bytes for store in shard_stores(engine)),
@@ -89,15 +103,43 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
         "grad_shards": _held_bytes(group.gradients.flat for group in groups if group.gradients.flat is not None)
         + sum(store.ring_bytes for store in gradient_stores(engine)),
         "reduce_slots": engine.reducer.slots.total_bytes + sum(a.nbytes for a in aparts if a is not None),
-        "optimizer": _held_bytes(_optimizer_state(engine)) + sum(store.ring_bytes for store in stores)
-        if engine.root.host_step is None
-        else 0,
+        "optimizer": states,
         "buffers": _held_bytes(model.buffers()),
         "temporaries": engine.reducer.scratch_bytes
         + sum(group.scratch_bytes for group in engine.mesh.groups)
         + sum(getattr(optimizer, "exchange_bytes", 0) for optimizer in _optimizers(engine)),
         "other": sum(group.placeholder_bytes for group in groups) + _held_bytes([*whole, *whole_gradients]),
     }
+
+
+def _optimizer_bytes(engine: Engine) -> tuple[int, int]:
+    """Return the bytes of optimizer state and its rings, on the device and on the host beside it."""
+    rings = sum(store.ring_bytes for store in _state_stores(engine))
+    state = list(_optimizer_state(engine))
+    if engine.root.host_step is None:
+        return _held_bytes(state) + rings, 0
+    there = [tensor for tensor in state if tensor.device == accelerators.CPU]  # others were loaded and not stepped yet
+    on_host = _held_bytes(there)
+    return _held_bytes(state) - on_host, on_host + rings
+
+
+def _elsewhere(engine: Engine) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes on the host, beside an accelerator, and on disk, by kind."""
+    stores: dict[str, list[Medium]] = {
+        "param_shards": [store.medium for store in shard_stores(engine)],
+        "grad_shards": [store.medium for store in gradient_stores(engine)],
+        "optimizer": [store.medium for store in _state_stores(engine)],
+    }
+    host = {kind: sum(medium.host_bytes for medium in media) for kind, media in stores.items()}
+    disk = {kind: sum(medium.disk_bytes for medium in media) for kind, media in stores.items()}
+    host["optimizer"] += _optimizer_bytes(engine)[1]
+    host["activations"] = sum(copies.host_bytes for copies in input_copies(engine.units))
+    host["temporaries"] = 0 if engine.root.host_step is None else engine.root.host_step.host_bytes
+    return tuple({kind: nbytes for kind, nbytes in place.items() if nbytes} for place in (host, disk))  # type: ignore[return-value]
+
+
+def _state_stores(engine: Engine) -> set[StateStore]:
+    return {unit.states for unit in engine.units if unit.states is not None}
 
 
 def _optimizers(engine: Engine) -> Iterator[Optimizer]:

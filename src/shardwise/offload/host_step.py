@@ -64,6 +64,12 @@ class HostStep:
         self._buffer_bytes = 0
         self._coming: deque[tuple[Sequence[ShardedParameter], _Brought]] = deque()
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all staging buffers."""
+        buffers = [buffer for buffer, _ in self._free] + [brought.buffer for _, brought in self._coming]
+        return sum(buffer.nbytes for buffer in buffers)
+
     # A whole step -----------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, parameters: Sequence[ShardedParameter]) -> None:

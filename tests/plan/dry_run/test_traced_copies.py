@@ -57,7 +57,7 @@ def real() -> tuple[list[tuple[str, int]], int, int]:
         for _ in range(2):
             copies.clear()
             model(torch.ones(ROWS, 4)).backward()
-        copied = model.blocks[0].forward.args[2]._copies  # type: ignore[index, union-attr]
+        copied = model.blocks[0].forward.args[2].copies  # type: ignore[index, union-attr]
         host = sum(memory.nbytes for free in copied.buffers._free.values() for memory, _ in free)
     return copies, back[1], host
 

@@ -49,6 +49,13 @@ class Disk:
         """Bytes allocated on disk."""
         return 0 if self._file is None else self._file.nbytes
 
+    host_bytes = 0
+
+    @property
+    def disk_bytes(self) -> int:
+        """See `Medium`."""
+        return self.nbytes
+
     @property
     def file(self) -> ScratchFile:
         """The scratch file, which exists after the first `grow`."""

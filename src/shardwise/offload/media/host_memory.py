@@ -42,6 +42,13 @@ class HostMemory:
         """By first byte: the end of the last read since that write. The next write may be from another buffer."""
 
     @property
+    def host_bytes(self) -> int:
+        """See `Medium`."""
+        return self.nbytes
+
+    disk_bytes = 0
+
+    @property
     def where(self) -> str:
         """The medium in words, for error messages."""
         return "in host memory"

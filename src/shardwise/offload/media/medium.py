@@ -34,6 +34,14 @@ class Medium(Protocol):
         """Bytes allocated on the medium."""
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that it takes besides the callers' buffers: what is stored there, and stages."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that it takes on disk."""
+
+    @property
     def where(self) -> str:
         """The medium in words, for error messages."""
 

@@ -66,9 +66,14 @@ class StagedDisk:
         return self._disk.nbytes
 
     @property
-    def staged_bytes(self) -> int:
-        """Bytes of host memory that the stages take."""
+    def host_bytes(self) -> int:
+        """See `Medium`: bytes of all stages."""
         return sum(stage.memory.nbytes for stage in self._stages.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        """See `Medium`."""
+        return self.nbytes
 
     def grow(self, nbytes: int) -> None:
         """See `Medium`."""
