@@ -124,7 +124,7 @@ class Control:
     def _explain(self, moment: Moment, one: int, other: int) -> None:
         """Raise the error that names the first difference between two ranks' logs. Every rank must call this."""
         shown = json.dumps({self._rank: self._log} if self._rank in {one, other} else {}).encode()
-        shown = self._over_all_groups(shown, _merge, moment)
+        shown = self._over_all_groups(shown, merged, moment)
         logs = {int(rank): log for rank, log in json.loads(shown).items()}
         position = next(
             (i for i, pair in enumerate(zip(logs[one], logs[other], strict=False)) if pair[0] != pair[1]),
@@ -152,5 +152,6 @@ def _combine(left: bytes, right: bytes) -> bytes:
     return head + np.maximum(ours, theirs).tobytes()
 
 
-def _merge(left: bytes, right: bytes) -> bytes:
+def merged(left: bytes, right: bytes) -> bytes:
+    """Combine two messages that are maps in JSON: the map with the items of both."""
     return json.dumps(json.loads(left) | json.loads(right)).encode()

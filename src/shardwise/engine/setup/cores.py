@@ -6,6 +6,7 @@ import json
 import os
 import socket
 
+from shardwise.engine.control import merged
 from shardwise.engine.mesh import Mesh
 from shardwise.offload import host_threads
 
@@ -17,10 +18,6 @@ def share_cores(mesh: Mesh) -> None:
     host = socket.gethostname()
     message = json.dumps({f"{host}/{os.getpid()}": [host, sorted(host_threads.available_cores())]}).encode()
     for group in (mesh.shard, mesh.replicate):
-        message = group.exchange(message, _merge)
+        message = group.exchange(message, merged)
     ranks: dict[str, tuple[str, list[int]]] = json.loads(message)
     host_threads.share_with({name: cores for name, (where, cores) in ranks.items() if where == host})
-
-
-def _merge(left: bytes, right: bytes) -> bytes:
-    return json.dumps(json.loads(left) | json.loads(right)).encode()
