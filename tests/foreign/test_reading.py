@@ -180,6 +180,14 @@ def test_a_smaller_group_to_reshard_to_is_stage_3s() -> None:
     assert "zero_optimization.zero_hpz_partition_size" in found.without_effect
 
 
+def test_other_tools_logs() -> None:
+    logs = {"tensorboard": {"enabled": True}, "wandb": {"enabled": True, "project": "sevens", "team": "ours"}}
+    found = read_deepspeed({"zero_optimization": {"stage": 3}, **logs}, "ds.json")
+    assert found.log == {"tensorboard": True, "wandb": "sevens"}
+    assert any("wandb.team" in change and "WANDB_ENTITY" in change for change in found.changes)
+    assert read_deepspeed({"wandb": {"enabled": True}}, "ds.json").log == {"wandb": "deepspeed"}
+
+
 def test_nothing_is_left_out_in_silence() -> None:
     values = {
         "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8},

@@ -1,10 +1,8 @@
 import json
-import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-from shardwise.errors import UserError
 from shardwise.train.run.metrics import MetricsWriter, StepMetrics
 
 
@@ -43,21 +41,25 @@ def test_steps_reach_the_disk_every_so_often(tmp_path: Path) -> None:
     assert len(lines(path)) == 7
 
 
-def test_tensorboard(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+class Kept(list[tuple[int, dict[str, float]]]):
+    """A board that keeps what it is given."""
 
-    with MetricsWriter(tmp_path / "m.jsonl", tmp_path / "e.jsonl", 1, tensorboard=tmp_path / "board") as writer:
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        self.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.append((-1, {}))
+
+
+def test_other_logs_get_what_was_measured(tmp_path: Path) -> None:
+    boards = [Kept(), Kept()]
+    with MetricsWriter(tmp_path / "m.jsonl", tmp_path / "e.jsonl", 1, boards) as writer:
         writer.step(metrics(1))
-        writer.evaluation(1, 3.25, 999)
-    events = EventAccumulator(str(tmp_path / "board")).Reload()
-    assert [event.value for event in events.Scalars("train/loss")] == [2.5]
-    assert [event.value for event in events.Scalars("memory/optimizer")] == [200]
-    assert "memory/activations" not in events.Tags()["scalars"]
-    assert [event.value for event in events.Scalars("eval/loss")] == [3.25]
-
-
-def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match="pip install tensorboard"):
-        MetricsWriter(tmp_path / "m.jsonl", tmp_path / "e.jsonl", 1, tensorboard=tmp_path / "board")
-    assert not (tmp_path / "m.jsonl").exists()
+        writer.step(replace(metrics(2), grad_norm=None))
+        writer.evaluation(2, 3.25, 999)
+    first = {
+        "train/loss": 2.5, "train/lr": 1e-3, "train/grad_norm": 0.7, "train/tokens_per_s": 512.0,
+        "train/step_time_s": 2.0, "memory/param_shards": 100, "memory/optimizer": 200,
+    }  # fmt: skip
+    second = {name: value for name, value in first.items() if name != "train/grad_norm"}
+    assert boards == [[(1, first), (2, second), (2, {"eval/loss": 3.25}), (-1, {})]] * 2

@@ -312,6 +312,9 @@ class LogConfig(Section):
     """Steps between lines on the terminal; `metrics.jsonl` has every step."""
     tensorboard: bool = False
     """Write TensorBoard files as well."""
+    wandb: Annotated[str | None, Field(min_length=1), NoneWord] = None
+    """Log to this project of Weights & Biases as well; a resumed run goes on in the same place. WANDB_MODE=offline in
+    the environment needs no account. none = do not."""
 
     @model_validator(mode="after")
     def _name_is_a_directory(self) -> Self:

@@ -42,6 +42,11 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     @property
+    def wandb_id(self) -> Path:
+        """File with the id of the run in Weights & Biases."""
+        return self.path / "wandb-id"
+
+    @property
     def checkpoints(self) -> Path:
         """Directory of the checkpoints `step-NNNNNN/`."""
         return self.path / "checkpoints"
@@ -92,6 +97,7 @@ class RunDirectory:
                 _keep(log, steps)
             if not steps:
                 shutil.rmtree(self.tensorboard, ignore_errors=True)
+                self.wandb_id.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot write the run directory {self.path}: {error.strerror}") from None
         return dropped

@@ -1,19 +1,16 @@
-"""Metrics of each step: one JSON object per line, and TensorBoard files if configured."""
+"""Metrics of each step: one JSON object per line, and in other tools' logs if configured."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Self
+from typing import IO, Self
 
-from shardwise.errors import UserError
 from shardwise.train.config.schema import Config
+from shardwise.train.run.boards import Board, open_boards
 from shardwise.train.run.directory import RunDirectory
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +34,23 @@ class StepMetrics:
     world_size: int
 
 
+_SHOWN = ("loss", "lr", "grad_norm", "tokens_per_s", "step_time_s")
+"""Metrics that other tools' logs get, besides memory."""
+
+
 class MetricsWriter:
     """Writes the metrics of steps and evaluations. Used on rank 0 only."""
 
-    def __init__(self, metrics: Path, evaluations: Path, flush_every: int, tensorboard: Path | None = None) -> None:
+    def __init__(self, metrics: Path, evaluations: Path, flush_every: int, boards: Sequence[Board] = ()) -> None:
         """
         Args:
             metrics: the file for steps, which is appended to.
             evaluations: the file for evaluations, which is appended to.
             flush_every: number of steps between flushes of the file for steps.
-            tensorboard: directory for TensorBoard's files; None = write none.
-
-        Raises:
-            UserError: TensorBoard is configured but not installed.
+            boards: other logs, which are closed with the files.
         """
         self._flush_every = flush_every
-        self._board = None if tensorboard is None else _open_board(tensorboard)
+        self._boards = boards
         self._steps: IO[str] = metrics.open("a", encoding="utf-8")
         self._evaluations: IO[str] = evaluations.open("a", encoding="utf-8")
 
@@ -61,20 +59,20 @@ class MetricsWriter:
         self._steps.write(json.dumps(asdict(metrics)) + "\n")
         if metrics.step % self._flush_every == 0:
             self._steps.flush()
-        if self._board is not None:
-            for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_time_s"):
-                if (value := getattr(metrics, name)) is not None:
-                    self._board.add_scalar(f"train/{name}", value, metrics.step)
-            for kind, size in metrics.memory.items():
-                if size is not None:
-                    self._board.add_scalar(f"memory/{kind}", size, metrics.step)
+        if self._boards:
+            shown = {f"train/{name}": getattr(metrics, name) for name in _SHOWN}
+            shown |= {f"memory/{kind}": size for kind, size in metrics.memory.items()}
+            self._add({name: value for name, value in shown.items() if value is not None}, metrics.step)
 
     def evaluation(self, step: int, loss: float, tokens: int) -> None:
         """Write the held-out loss after `step` steps, in nats per token."""
         self._evaluations.write(json.dumps({"step": step, "loss": loss, "tokens": tokens}) + "\n")
         self._evaluations.flush()
-        if self._board is not None:
-            self._board.add_scalar("eval/loss", loss, step)
+        self._add({"eval/loss": loss}, step)
+
+    def _add(self, values: Mapping[str, float], step: int) -> None:
+        for board in self._boards:
+            board.add(values, step)
 
     def flush(self) -> None:
         """Pass all steps written so far to the operating system."""
@@ -84,8 +82,8 @@ class MetricsWriter:
         """Close all files."""
         self._steps.close()
         self._evaluations.close()
-        if self._board is not None:
-            self._board.close()
+        for board in self._boards:
+            board.close()
 
     def __enter__(self) -> Self:
         return self
@@ -105,16 +103,4 @@ def open_writer(directory: RunDirectory, config: Config, first_step: int, say: C
     """
     if directory.begin(config, first_step):
         say(f"{directory.path} held a run that had not finished: it starts again from the beginning")
-    board = directory.tensorboard if config.log.tensorboard else None
-    return MetricsWriter(directory.metrics, directory.evaluations, config.log.every, board)
-
-
-def _open_board(directory: Path) -> SummaryWriter:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UserError(
-            "log.tensorboard=true needs TensorBoard, which is not installed: pip install tensorboard, "
-            "or set log.tensorboard=false"
-        ) from None
-    return SummaryWriter(str(directory))
+    return MetricsWriter(directory.metrics, directory.evaluations, config.log.every, open_boards(directory, config))
