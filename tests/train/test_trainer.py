@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -162,12 +163,13 @@ def test_weights_and_resting_state_train_as_ever_and_go_on_without(tmp_path: Pat
     assert list((tmp_path / "states").iterdir()) == []
 
 
-def test_the_recipe_of_offload_runs(tmp_path: Path) -> None:
+def test_the_recipe_of_offload_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "offload.toml"
     small = ("model.config.num_hidden_layers=2", "model.config.hidden_size=64", "train.steps=2", "data.seq_len=32")
     text = (f'data.source="{recipe}"', "data.eval_fraction=0", f"log.directory={tmp_path}", "parallel.ranks=1")
     trainer.run(load(recipe, (*small, *text, f"offload.path={tmp_path / 'states'}")))
     assert list((tmp_path / "states").iterdir()) == []
+    assert re.search(r"rank 0 also has .* on disk: param_shards .*, optimizer ", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -476,6 +476,9 @@ class Trainer:
             self.console.sample(sample)
         step_time_s = statistics.median(self.step_times_s) if self.step_times_s else None  # no steps were left to take
         self.console.summary(self.config.parallel.strategy, self.ranks.world_size, footprint, step_time_s)
+        memory = sw.memory(self.model)
+        self.console.offloaded("in host memory", memory.host)
+        self.console.offloaded("on disk", memory.disk)
         if self.outlook is not None and step_time_s is not None:
-            self.console.beside_plan(self.outlook, sw.memory(self.model).peak, step_time_s)
+            self.console.beside_plan(self.outlook, memory.peak, step_time_s)
         self.console.say(f"done: {directory.final}{_IN_FORM[self.form]}")

@@ -162,6 +162,12 @@ class RunConsole:
         took = "" if step_time_s is None else f"; median step {step_time_s:.3f} s, measured"
         self.say(f"{share:.2f} of DDP's bytes per rank{took}")
 
+    def offloaded(self, place: str, memory: Mapping[str, int]) -> None:
+        """Print rank 0's bytes by kind in a place beside the device; nothing if there are none."""
+        if memory:
+            held = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in memory.items())
+            self.say(f"rank 0 also has {format_bytes(sum(memory.values()))} {place}: {held}")
+
     def beside_plan(self, outlook: Outlook, peak: Mapping[str, int], step_time_s: float) -> None:
         """Print planned beside measured values: bytes by kind on rank 0, and the median step time."""
         self.console.print(plan_table(outlook, peak))
