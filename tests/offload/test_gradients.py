@@ -465,6 +465,25 @@ def test_a_norm_is_not_formed_of_what_a_view_may_write() -> None:
     assert order.races == []
 
 
+class Shallow(Net):
+    """Runs one of its blocks, so that two forwards of one backward reduce that block's unit twice in a row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.blocks[0](self.enter(x)))  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_a_norm_is_not_formed_while_another_sum_is_under_way() -> None:
+    def run(offload: sw.Offload | None) -> list[float]:
+        model = sw.shard(seeded(Shallow), offload=offload)
+        (squares(model, batch(0)) + squares(model, batch(1))).backward()  # type: ignore[no-untyped-call]
+        return [parameter.grad.norm().item() for parameter in model.parameters() if parameter.grad is not None]
+
+    with played() as order:
+        assert run(sw.Offload(pin=False, **ALONE)) == run(None)
+    assert order.races == []
+
+
 @on_ranks(2)
 def test_hooks_and_edits_of_gradients() -> None:
     """A hook that reads and writes each gradient as it is handed out; a gradient of the user's own."""

@@ -133,9 +133,10 @@ def _local_norms(
     return torch.stack([norms[i] for i in where])
 
 
-def norms_of_pieces(pieces: list[Tensor], order: float) -> Sequence[Tensor]:
-    """Return the norms of pieces of one dtype on one device, as `global_norms` forms them before it combines ranks'."""
-    norms: Sequence[Tensor] = torch._foreach_norm(pieces, order, _wide(pieces[0].dtype)) if pieces else ()
+def norms_of_pieces(pieces: list[Tensor]) -> Sequence[Tensor]:
+    """Return the 2-norms of pieces of one dtype on one device, as `global_norms` forms them before it combines ranks'
+    norms."""
+    norms: Sequence[Tensor] = torch._foreach_norm(pieces, 2.0, _wide(pieces[0].dtype)) if pieces else ()
     return norms
 
 
