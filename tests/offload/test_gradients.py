@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -25,7 +26,6 @@ from shardwise.offload.media.device_buffers import DeviceBuffers
 from shardwise.offload.media.host_memory import HostMemory
 from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.offload.slice_home import HomeState, SliceHome
-from shardwise.sharded import reductions
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
 from tests.offload.played_runs import edited_steps, every_program, goes_on_alike, same_bits_in_order, steps_in_backward
@@ -409,10 +409,7 @@ def test_norms_are_formed_in_backward(place: dict[str, Any]) -> None:
             for model in models:
                 squares(model, batch(step)).backward()  # type: ignore[no-untyped-call]
             store_of(models[1]).finish()
-            with (
-                mock.patch.object(HostMemory, "read", side_effect=AssertionError("read for a norm")),
-                mock.patch.object(reductions, "_norms_on_host", side_effect=AssertionError("formed on the host")),
-            ):
+            with mock.patch.object(HostMemory, "read", side_effect=AssertionError("read for a norm")):
                 norms = [nn.utils.get_total_norm([p.grad for p in m.parameters()]) for m in models]  # type: ignore[misc]
             assert norms[0].item() == norms[1].item()
     assert order.races == []
@@ -443,6 +440,36 @@ def test_a_norm_is_that_of_what_was_written_last(place: dict[str, Any], write: C
     with played() as order:
         expected = run(None)
         assert run(sw.Offload(pin=False, **place)) == expected
+    assert order.races == []
+
+
+class Wide(nn.Module):
+    """Its norms have other bits if they are formed in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 2**18)
+        self.down = nn.Linear(2**18, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+@on_ranks(4)
+def test_replicas_agree_on_norms_though_one_rank_reads_gradients() -> None:
+    """They are formed on the device again, also where the host steps: as those of replicas, and without offload."""
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def norms_of(offload: sw.Offload | None) -> list[float]:
+        model = sw.shard(seeded(Wide), "hybrid_shard", mesh=mesh, offload=offload)
+        squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+        parameters: list[Any] = list(model.parameters())
+        if dist.get_rank() == 1:
+            assert not any(parameter.grad.local.isnan().any() for parameter in parameters)
+        return [sw.clip_grad_norm_(model, math.inf, order).item() for order in (2.0, 3.0)]
+
+    with played() as order:
+        assert norms_of(sw.Offload(pin=False, **ON_HOST)) == norms_of(None)
     assert order.races == []
 
 
