@@ -116,29 +116,30 @@ def _local_norms(
     """
     one = pieces[where[0]]
     kind = one.stored_dtype if isinstance(one, ShardedParameter) else one.dtype
-    wide = _wide(dtype or kind) or dtype
     norms = {i: known for i in held if (known := _known_norm(pieces[i], order, dtype)) is not None}
     sought = [i for i in held if i not in norms]
     some = [pieces[i] for i in sought]
     for positions in slice_by_slice([some]) if sought else ():
-        found = torch._foreach_norm([local_of(some[i]) for i in positions], order, wide)
+        found = norms_of_pieces([local_of(some[i]) for i in positions], order, dtype)
         norms.update((sought[i], norm) for i, norm in zip(positions, found, strict=True))
     if len(held) < len(where):
-        zero = torch.zeros((), dtype=(wide or kind).to_real(), device=one.device)
+        zero = torch.zeros((), dtype=(_wide(kind, dtype) or kind).to_real(), device=one.device)
         return torch.stack([norms.get(i, zero) for i in where])
     return torch.stack([norms[i] for i in where])
 
 
-def norms_of_pieces(pieces: list[Tensor]) -> Sequence[Tensor]:
-    """Return the 2-norms of pieces of one dtype on one device, as `global_norms` forms them before it combines ranks'
-    norms."""
-    norms: Sequence[Tensor] = torch._foreach_norm(pieces, 2.0, _wide(pieces[0].dtype)) if pieces else ()
+def norms_of_pieces(pieces: list[Tensor], order: float = 2.0, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+    """Return the norms of pieces of one dtype on one device, as `global_norms` combines them over ranks. `dtype`: see
+    there."""
+    if not pieces:
+        return ()
+    norms: Sequence[Tensor] = torch._foreach_norm(pieces, order, _wide(pieces[0].dtype, dtype))
     return norms
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype that norms of this dtype are formed in; None: itself."""
-    return torch.float32 if dtype in _HALF else None
+def _wide(kind: torch.dtype, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype in which norms of tensors of dtype `kind` are formed for results in `dtype`; None: their own."""
+    return torch.float32 if (dtype or kind) in _HALF else dtype
 
 
 def _known_norm(piece: Tensor, order: float, dtype: torch.dtype | None) -> Tensor | None:
