@@ -738,6 +738,26 @@ def test_units_of_several_groups_share_the_ring() -> None:
     assert order.races == []
 
 
+@on_ranks(4)
+def test_norms_of_several_groups_are_formed_beside_replicas() -> None:
+    """Whose sums are added to one group's slice after another: each is still there when its norms are formed."""
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def summed(offload: sw.Offload | None) -> nn.Module:
+        model = seeded(lambda: nn.Sequential(*[Mixed() for _ in range(3)]))
+        sw.shard(model, "hybrid_shard", units={Mixed}, mesh=mesh, offload=offload)
+        model(torch.ones(2, 64)).sum().backward()
+        return model
+
+    with played() as order:
+        models = [summed(offload) for offload in (None, sw.Offload(pin=False, **ALONE))]
+        store_of(models[1]).finish()
+        with mock.patch.object(HostMemory, "read", side_effect=AssertionError("read for a norm")):
+            norms = [sw.clip_grad_norm_(model, math.inf).item() for model in models]
+        assert norms[0] == norms[1]
+    assert order.races == []
+
+
 @on_ranks(2)
 def test_steps_in_backward_leave_nothing_to_go_home() -> None:
     steps_in_backward(sw.Offload(pin=False, **ALONE))
