@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -25,7 +26,6 @@ from shardwise.offload.media.device_buffers import DeviceBuffers
 from shardwise.offload.media.host_memory import HostMemory
 from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.offload.slice_home import HomeState, SliceHome
-from shardwise.sharded import reductions
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
 from tests.offload.played_runs import edited_steps, every_program, goes_on_alike, same_bits_in_order, steps_in_backward
@@ -409,10 +409,7 @@ def test_norms_are_formed_in_backward(place: dict[str, Any]) -> None:
             for model in models:
                 squares(model, batch(step)).backward()  # type: ignore[no-untyped-call]
             store_of(models[1]).finish()
-            with (
-                mock.patch.object(HostMemory, "read", side_effect=AssertionError("read for a norm")),
-                mock.patch.object(reductions, "_norms_on_host", side_effect=AssertionError("formed on the host")),
-            ):
+            with mock.patch.object(HostMemory, "read", side_effect=AssertionError("read for a norm")):
                 norms = [nn.utils.get_total_norm([p.grad for p in m.parameters()]) for m in models]  # type: ignore[misc]
             assert norms[0].item() == norms[1].item()
     assert order.races == []
@@ -446,6 +443,36 @@ def test_a_norm_is_that_of_what_was_written_last(place: dict[str, Any], write: C
     assert order.races == []
 
 
+class Wide(nn.Module):
+    """Its norms have other bits if they are formed in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 2**18)
+        self.down = nn.Linear(2**18, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+@on_ranks(4)
+def test_replicas_agree_on_norms_though_one_rank_reads_gradients() -> None:
+    """They are formed on the device again, also where the host steps: as those of replicas, and without offload."""
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def norms_of(offload: sw.Offload | None) -> list[float]:
+        model = sw.shard(seeded(Wide), "hybrid_shard", mesh=mesh, offload=offload)
+        squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+        parameters: list[Any] = list(model.parameters())
+        if dist.get_rank() == 1:
+            assert not any(parameter.grad.local.isnan().any() for parameter in parameters)
+        return [sw.clip_grad_norm_(model, math.inf, order).item() for order in (2.0, 3.0)]
+
+    with played() as order:
+        assert norms_of(sw.Offload(pin=False, **ON_HOST)) == norms_of(None)
+    assert order.races == []
+
+
 @on_ranks(2)
 def test_a_norm_is_not_formed_of_what_a_view_may_write() -> None:
     """A view of before the sum, which tells no version."""
@@ -459,6 +486,25 @@ def test_a_norm_is_not_formed_of_what_a_view_may_write() -> None:
         for view in held:
             view.data.add_(1.0)
         return [parameter.grad.norm().item() for parameter in parameters]
+
+    with played() as order:
+        assert run(sw.Offload(pin=False, **ALONE)) == run(None)
+    assert order.races == []
+
+
+class Shallow(Net):
+    """Runs one of its blocks, so that two forwards of one backward reduce that block's unit twice in a row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.blocks[0](self.enter(x)))  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_a_norm_is_not_formed_while_another_sum_is_under_way() -> None:
+    def run(offload: sw.Offload | None) -> list[float]:
+        model = sw.shard(seeded(Shallow), offload=offload)
+        (squares(model, batch(0)) + squares(model, batch(1))).backward()  # type: ignore[no-untyped-call]
+        return [parameter.grad.norm().item() for parameter in model.parameters() if parameter.grad is not None]
 
     with played() as order:
         assert run(sw.Offload(pin=False, **ALONE)) == run(None)
@@ -689,6 +735,26 @@ def test_units_of_several_groups_share_the_ring() -> None:
             model(torch.ones(2, 64)).sum().backward()
             sw.clip_grad_norm_(model, 1.0)
     assert numbers == [1, 2, 3, 4]
+    assert order.races == []
+
+
+@on_ranks(4)
+def test_norms_of_several_groups_are_formed_beside_replicas() -> None:
+    """Whose sums are added to one group's slice after another: each is still there when its norms are formed."""
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def summed(offload: sw.Offload | None) -> nn.Module:
+        model = seeded(lambda: nn.Sequential(*[Mixed() for _ in range(3)]))
+        sw.shard(model, "hybrid_shard", units={Mixed}, mesh=mesh, offload=offload)
+        model(torch.ones(2, 64)).sum().backward()
+        return model
+
+    with played() as order:
+        models = [summed(offload) for offload in (None, sw.Offload(pin=False, **ALONE))]
+        store_of(models[1]).finish()
+        with mock.patch.object(HostMemory, "read", side_effect=AssertionError("read for a norm")):
+            norms = [sw.clip_grad_norm_(model, math.inf).item() for model in models]
+        assert norms[0] == norms[1]
     assert order.races == []
 
 

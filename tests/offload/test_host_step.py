@@ -21,7 +21,6 @@ from shardwise.offload import host_step, host_threads
 from shardwise.offload.host_step import HostStep
 from shardwise.offload.media.host_memory import HostMemory
 from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.reductions import _norms_on_host
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
 from tests.offload.played_runs import same_bits_in_order, steps_in_backward, to_the_device_and_back
@@ -403,14 +402,6 @@ def test_results_of_state_on_the_host_are_formed_on_the_device() -> None:
             for call in calls:
                 with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
                     call()
-
-
-@pytest.mark.parametrize("order", [0.0, 1.0, 2.0, 3.0, float("inf")])
-def test_norms_of_long_pieces_are_exact(order: float) -> None:
-    torch.manual_seed(0)
-    pieces = [torch.rand(2**26 + 1), torch.ones(3), torch.rand(2**18)]
-    expected = torch.stack([torch.linalg.vector_norm(piece, order, dtype=torch.float64) for piece in pieces])
-    torch.testing.assert_close(_norms_on_host(pieces, order, None).double(), expected, rtol=2e-5, atol=0)
 
 
 # The kernel and the cores ---------------------------------------------------------------------------------------------

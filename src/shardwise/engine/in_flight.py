@@ -116,6 +116,7 @@ def _sum(flight: Flight) -> None:
         groups = [group for group in flight.unit.groups if group.trainable]
         for group, own in zip(groups, flight.slices, strict=True):
             _settle(flight.unit.gradients, own, *group.gradients.prepare_sum())
+            group.gradients.leave()  # before the next group's slice takes a buffer
     flight.is_summed = True
 
 

@@ -48,7 +48,7 @@ class ShardStore:
     def __init__(self, medium: Medium, host_computes: bool = False) -> None:
         self.medium = medium
         self.host_computes = host_computes
-        """Whether the host takes the optimizer's step, and so other operations over many tensors too."""
+        """Whether the host takes the optimizer's step, and so other operations that write many tensors too."""
         self._placed_bytes = 0
         self._vacant: defaultdict[int, list[int]] = defaultdict(list)
         """By size in bytes: the first bytes of places whose slices were freed."""

@@ -189,9 +189,10 @@ class SliceHome:
         return None if memory is None else memory.view(self.dtype)
 
     def note_norms(self, norms: Mapping[int, Tensor]) -> None:
-        """Keep the 2-norms of the slice's pieces, by their offsets, until it is written. Not if anybody holds a view of
-        it, who may write without a version that tells."""
-        self._norms, self._norms_version = {} if self.is_viewed else norms, self._version
+        """Keep the 2-norms of the slice's pieces, by their offsets, until it is written. Nobody may hold a view of it:
+        a write through that may raise no version."""
+        assert not self.is_viewed
+        self._norms, self._norms_version = norms, self._version
 
     @property
     def knows_norms(self) -> bool:

@@ -31,7 +31,7 @@ def clip_grad_norm_(
     each dtype whatever the number of parameters. Does not wait for the device (unless `error_if_nonfinite`). Gradients
     that rest on the host are loaded slice by slice to be scaled, unless the host takes the optimizer's step
     (`Offload.step`): then it scales them where they rest. Their norms of order 2 were formed in backward; for another
-    order, or after they were changed, they are read once more.
+    order, or after they were changed, they are loaded once more.
 
     Args:
         model: the model, or parameters, whose gradients are clipped. Plain parameters (`sw.shard(ignored=...)`) may be

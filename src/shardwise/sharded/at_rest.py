@@ -1,5 +1,5 @@
-"""Pieces for operations over many tensors: on the device, or in host memory where the host computes with what rests
-there."""
+"""Pieces for operations that write many tensors: on the device, or in host memory where the host computes with what
+rests there."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Home(Protocol):
 
     @property
     def host_computes(self) -> bool:
-        """Whether operations over many tensors run where the slice rests, on the host."""
+        """Whether operations that write many tensors run where the slice rests, on the host."""
 
     def at_rest(self) -> AbstractContextManager[Tensor | None]:
         """Return a context in which the host computes with what `in_host_memory` returns, if that is not None."""
@@ -114,8 +114,8 @@ class Home(Protocol):
         the device. None if it does not rest in host memory now. Writes must be told by `note_write`."""
 
     def norm_at(self, offset: int) -> Tensor | None:
-        """Return the 2-norm of the piece at `offset` in the slice, 0-d on the computing device: formed when the slice
-        was last there. None if that is not known, or the slice was written since."""
+        """Return the 2-norm of the piece at `offset` in the slice, which is not empty: 0-d, on the device that computes
+        with it. None if it is not known, or the slice may have been written since."""
 
     def read_ahead(self) -> None:
         """Begin to load the slice, which will be needed soon."""

@@ -20,16 +20,12 @@ from torch._ops import OpOverload
 from shardwise import accelerators
 from shardwise.comm.protocol import Collectives
 from shardwise.errors import NotOnPiecesError, UsageError
-from shardwise.sharded.at_rest import pieces_of
-from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations, slice_by_slice
+from shardwise.sharded.parameter import Handler, ShardedParameter, local_of, register_operations, slice_by_slice
 from shardwise.sharded.placement import same_cut
 
 Reduce = Callable[[ShardedParameter, Mapping[str, Any]], Tensor]
 
 _HALF = (torch.float16, torch.bfloat16)
-_LONG_NUMEL = 2**18
-_ROW_NUMEL = 2**12
-"""Elements in a row of a piece of `_LONG_NUMEL` elements or more, whose norm the host computes."""
 
 
 @register_operations
@@ -113,35 +109,37 @@ def _local_norms(
     pieces: Sequence[Tensor], where: Sequence[int], held: Sequence[int], order: float, dtype: torch.dtype | None
 ) -> Tensor:
     """Return the norms of the pieces at `where`, which are of one kind: 1-D, 0 for those that are not `held`. For half
-    precision they are fp32, to be rounded once, after the sum over ranks."""
+    precision they are fp32, to be rounded once, after the sum over ranks.
+
+    They are formed on the device, also where the host computes with what rests there: another processor's norm has
+    other last bits, and a replica may have its own in another place (a user reads a piece on one rank).
+    """
     one = pieces[where[0]]
     kind = one.stored_dtype if isinstance(one, ShardedParameter) else one.dtype
-    wide = _wide(dtype or kind) or dtype
     norms = {i: known for i in held if (known := _known_norm(pieces[i], order, dtype)) is not None}
     sought = [i for i in held if i not in norms]
     some = [pieces[i] for i in sought]
     for positions in slice_by_slice([some]) if sought else ():
-        with pieces_of([some[i] for i in positions]) as held_here:
-            joined = _norms_on_host(held_here.tensors, order, wide) if held_here.on_host else None
-            found: Sequence[Tensor] = torch._foreach_norm(held_here.tensors, order, wide) if joined is None else ()
-        if joined is not None:
-            found = accelerators.sent(joined, one.device).unbind()
+        found = norms_of_pieces([local_of(some[i]) for i in positions], order, dtype)
         norms.update((sought[i], norm) for i, norm in zip(positions, found, strict=True))
     if len(held) < len(where):
-        zero = torch.zeros((), dtype=(wide or kind).to_real(), device=one.device)
+        zero = torch.zeros((), dtype=(_wide(kind, dtype) or kind).to_real(), device=one.device)
         return torch.stack([norms.get(i, zero) for i in where])
     return torch.stack([norms[i] for i in where])
 
 
-def norms_of_pieces(pieces: list[Tensor], order: float) -> Sequence[Tensor]:
-    """Return the norms of pieces of one dtype on one device, as `global_norms` forms them before it combines ranks'."""
-    norms: Sequence[Tensor] = torch._foreach_norm(pieces, order, _wide(pieces[0].dtype)) if pieces else ()
+def norms_of_pieces(pieces: list[Tensor], order: float = 2.0, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+    """Return the norms of pieces of one dtype on one device, as `global_norms` combines them over ranks. `dtype`: see
+    there."""
+    if not pieces:
+        return ()
+    norms: Sequence[Tensor] = torch._foreach_norm(pieces, order, _wide(pieces[0].dtype, dtype))
     return norms
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype that norms of this dtype are formed in; None: itself."""
-    return torch.float32 if dtype in _HALF else None
+def _wide(kind: torch.dtype, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype in which norms of tensors of dtype `kind` are formed for results in `dtype`; None: their own."""
+    return torch.float32 if (dtype or kind) in _HALF else dtype
 
 
 def _known_norm(piece: Tensor, order: float, dtype: torch.dtype | None) -> Tensor | None:
@@ -149,22 +147,6 @@ def _known_norm(piece: Tensor, order: float, dtype: torch.dtype | None) -> Tenso
     if not isinstance(piece, ShardedParameter) or piece.home is None or order != 2 or dtype is not None:
         return None
     return piece.home.norm_at(piece.fragment.offset)
-
-
-def _norms_on_host(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> Tensor:
-    """Return the norms of pieces in host memory: 1-D. Long ones are summed by rows, because torch sums the squares of a
-    tensor on a CPU in few long chains: in fp32, a norm of 2**26 elements is wrong by up to two percent."""
-    short = [piece for piece in pieces if piece.numel() < _LONG_NUMEL]
-    of_short = iter(torch._foreach_norm(short, order, dtype) if short else ())
-    return torch.stack([next(of_short) if p.numel() < _LONG_NUMEL else _norm_by_rows(p, order, dtype) for p in pieces])
-
-
-def _norm_by_rows(piece: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
-    of_rows = piece.numel() - piece.numel() % _ROW_NUMEL
-    rows, rest = piece[:of_rows].view(-1, _ROW_NUMEL), piece[of_rows:].view(1, -1)
-    parts = [torch.linalg.vector_norm(each, order, dim=1, dtype=dtype) for each in (rows, rest) if each.numel()]
-    norms = torch.cat(parts)
-    return norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)  # order 0 counts
 
 
 def _combine_norms(group: Collectives, norms: Sequence[Tensor], order: float) -> None:

@@ -123,17 +123,19 @@ class GradientShard:
         self.leave()
 
     def leave(self) -> None:
-        """Have it go home, if it has one, after a sum. The current stream must be behind that. Norms are formed first,
-        so that clipping does not load it for its norm; another sum replaces them."""
-        if self.home is None:
+        """Let it go home, if it has one, after a sum. The current stream must be behind that. Norms are formed first,
+        so that clipping need not load it; but not while anybody holds a view: another sum may be under way, or a user
+        may write later."""
+        home = self.home
+        if home is None:
             return
-        if self.home.state is HomeState.HERE and not self.home.knows_norms:
-            self.home.note_norms(self._norms(self.home.flat()))
-        self.home.leave()
+        if home.state is HomeState.HERE and not home.is_viewed and not home.knows_norms:
+            home.note_norms(self._norms(home.flat()))
+        home.leave()
 
     def _norms(self, flat: Tensor) -> dict[int, Tensor]:
         held = [own for own in self.faces if own.fragment.numel]
-        norms = norms_of_pieces([piece_in(flat, own) for own in held], 2.0)
+        norms = norms_of_pieces([piece_in(flat, own) for own in held])
         return {own.fragment.offset: norm for own, norm in zip(held, norms, strict=True)}
 
     def _references(self) -> list[int]:
