@@ -3,6 +3,7 @@ waits for the device, what gradients take of its memory, the optimizer's step on
 than the device's memory."""
 
 import gc
+import math
 import tempfile
 import time
 from collections.abc import Iterator
@@ -163,8 +164,8 @@ def on_host(bench: Bench) -> Iterator[Row]:
 
 
 def gradients(bench: Bench) -> Iterator[Row]:
-    """What the device has of them after a backward, the allocator says, with them there and on the host; and what of an
-    accumulated and clipped step waits for the device."""
+    """What the device has of them after a backward, the allocator says, with them there and on the host; what of an
+    accumulated and clipped step waits for the device; and how long clipping takes."""
     shape = TINY if bench.is_small else _SHAPE
     there, told = _gradient_bytes(bench, shape, None)
     left, ring = _gradient_bytes(bench, shape, sw.Offload(gradients="cpu"))
@@ -179,6 +180,9 @@ def gradients(bench: Bench) -> Iterator[Row]:
     synchronize(bench.device)
     shown = f"{len(found)}: {', '.join(sorted(set(found)))}" if found else "none"
     yield correct("waits for the device with gradients on the host", not found, shown, "none")
+    model(*batches(2)).backward()
+    norm_s, clip_s = (median(_clipping_s(bench, model, most) for _ in range(_TIMED_STEPS)) for most in (math.inf, 1.0))
+    yield figure("clipping with gradients on the host", f"{1e3 * clip_s:.1f} ms; the norm alone {1e3 * norm_s:.1f}")
     if bench.on_cpu:
         yield impossible("gradients on the device", NO_ACCELERATOR)
         return
@@ -206,6 +210,14 @@ def _gradient_bytes(bench: Bench, shape: GPTShape, offload: sw.Offload | None) -
     synchronize(bench.device)
     allocated = 0 if bench.on_cpu else torch.accelerator.memory_allocated(bench.device)
     return allocated - before, sw.memory(model).now["grad_shards"]
+
+
+def _clipping_s(bench: Bench, model: nn.Module, max_norm: float) -> float:
+    synchronize(bench.device)
+    start = time.perf_counter()
+    sw.clip_grad_norm_(model, max_norm)
+    synchronize(bench.device)
+    return time.perf_counter() - start
 
 
 def _made(shape: GPTShape, offload: sw.Offload | None) -> tuple[nn.Module, torch.optim.Optimizer]:
