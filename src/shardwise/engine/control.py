@@ -36,6 +36,8 @@ class Moment(enum.IntEnum):
     BACKWARD_END = 2
     BY_HAND = 3
     UNIT_REDUCED = 4
+    ROUND_OF_GENERATE = 5
+    """Ranks only tell each other whether they have finished."""
 
 
 _MOMENTS = {
@@ -43,6 +45,7 @@ _MOMENTS = {
     Moment.BACKWARD_END: "the end of a backward",
     Moment.BY_HAND: "the end of sw.unshard",
     Moment.UNIT_REDUCED: "a unit's step in backward",
+    Moment.ROUND_OF_GENERATE: "a round of generate",
 }
 
 
@@ -103,6 +106,10 @@ class Control:
         self._log.clear()
         self._hash = 0
         return told[_HEAD.size :]
+
+    def is_any(self, flag: bool, moment: Moment) -> bool:
+        """Return whether the flag is set on any rank. Every rank must call this at the same moments."""
+        return self._over_all_groups(bytes([flag]), max, moment) != b"\0"
 
     def _over_all_groups(self, message: bytes, combine: Combine, moment: Moment) -> bytes:
         for position, group in enumerate(self._groups):
