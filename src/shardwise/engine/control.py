@@ -59,6 +59,8 @@ class Control:
         self._labels: dict[int, str] = {}
         self._hash = 0
         self._log: list[int] = []
+        self.has_abandoned = False
+        """Whether this rank has told its peers that it raised, and has begun nothing together with them since."""
 
     def name_units(self, fqns: Sequence[str]) -> None:
         """Name the units by their index, for errors. No communication."""
@@ -112,6 +114,7 @@ class Control:
         return self._over_all_groups(bytes([flag]), max, moment) != b"\0"
 
     def _over_all_groups(self, message: bytes, combine: Combine, moment: Moment) -> bytes:
+        self.has_abandoned = False
         for position, group in enumerate(self._groups):
             try:
                 message = group.exchange(message, combine, moment)
@@ -125,6 +128,7 @@ class Control:
         """Tell peers that this rank raised and will not reach the next moment. Waits for no peer."""
         for group in self._groups:
             group.abandon()
+        self.has_abandoned = True
         self._log.clear()
         self._hash = 0
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
+from shardwise.errors import CollectiveTimeout
 from tests.engine.rig import on_ranks, seeded
 
 TOKENS: dict[str, Any] = {"vocab_size": 31, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
@@ -115,3 +116,23 @@ def test_some_of_all_ranks(strategy: str) -> None:
         options: dict[str, Any] = {"max_new_tokens": 2 + dist.get_rank(), "do_sample": False}
         expected = seeded(llama).generate(**prompt(5), **options)
         assert torch.equal(model.generate(**prompt(5), **options), expected)
+
+
+@pytest.mark.parametrize("raises", ["one", "all"])
+@on_ranks(2)
+def test_ranks_that_raise_between_rounds(raises: str) -> None:
+    """If one does, the other learns of it at once. If all do and catch it, the next call works."""
+    rank = dist.get_rank()
+    model = sw.shard(seeded(llama))
+
+    def refuse(ids: Tensor, scores: Tensor) -> Tensor:
+        if ids.shape[1] == 6 and (rank or raises == "all"):
+            raise ArithmeticError("not these scores")
+        return scores
+
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    told = rank == 0 and raises == "one"
+    with pytest.raises(CollectiveTimeout if told else ArithmeticError, match="rank 1 raised" if told else "not these"):
+        model.generate(**prompt(5), **options, logits_processor=[refuse])
+    if raises == "all":
+        assert torch.equal(model.generate(**prompt(5), **options), seeded(llama).generate(**prompt(5), **options))

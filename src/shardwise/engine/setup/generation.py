@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwise.engine.control import Moment
 from shardwise.engine.engine import Engine
+from shardwise.errors import CollectiveTimeout, MismatchError
 
 _CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 _GOES_ON, _PREPARES = "_has_unfinished_sequences", "prepare_inputs_for_generation"
@@ -30,6 +31,8 @@ class _Rounds:
         self._last: Mapping[str, Any] | None = None
         """Inputs of the last round that added a token to what it had cached; None before such a round."""
         self._is_over = False
+        self._others_wait = False
+        """Whether other ranks wait for this one: in another round, or with the question whether there is one."""
 
     def has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: Any) -> bool:
         """Return whether this rank has to call the model again. Every rank of the model must call this, unless
@@ -38,11 +41,22 @@ class _Rounds:
         if not synced_gpus or self._engine.is_suspended:
             return goes_on
         self._is_over = not goes_on
-        while self._engine.control.is_any(goes_on, Moment.ROUND_OF_GENERATE):
+        while self._agree(goes_on):
             if goes_on or self._last is None:
                 return True
             self._model(**self._without_cache(self._last))
         return False
+
+    def _agree(self, goes_on: bool) -> bool:
+        self._others_wait = self._engine.control.is_any(goes_on, Moment.ROUND_OF_GENERATE)
+        return self._others_wait
+
+    def fail(self, error: Exception) -> None:
+        """Tell the other ranks that this one raised, unless the model's forward has, or they are out of step anyway."""
+        control = self._engine.control
+        known = control.has_abandoned or isinstance(error, MismatchError | CollectiveTimeout)
+        if self._others_wait and not known:
+            control.abandon()
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         """Return the inputs of the next round."""
@@ -70,6 +84,9 @@ def in_rounds(model: nn.Module, engine: Engine) -> Iterator[None]:
     model.__dict__.update(own)
     try:
         yield
+    except Exception as error:
+        rounds.fail(error)
+        raise
     finally:
         for name in own:
             model.__dict__.pop(name, None)
