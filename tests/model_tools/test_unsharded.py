@@ -200,3 +200,20 @@ def test_no_sync_of_a_module_around_several_models_is_for_all_of_them() -> None:
         assert torch.equal(first.grad.full_tensor(), second.grad.full_tensor())
     with pytest.raises(UsageError, match="not sharded"), sw.no_sync(torch.nn.Linear(2, 2)):
         pass
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@on_ranks(2)
+def test_export(grad: bool) -> None:
+    """A sharded model is not exported; inside `sw.unsharded` one rank exports what it computes."""
+    twins = Twins()
+    twins.train(1)
+    x = batch(0)
+    with torch.set_grad_enabled(grad):
+        with pytest.raises(UsageError, match=r"^torch\.export of a sharded model.* inside sw\.unsharded"):
+            torch.export.export(twins.sharded, (x,))
+        with sw.unsharded(twins.sharded, rank0_only=True):
+            program = torch.export.export(twins.sharded, (x,)) if dist.get_rank() == 0 else None
+    if program is not None:
+        assert torch.equal(program.module()(x), twins.plain(x))
+    twins.train(1)

@@ -36,6 +36,8 @@ class Moment(enum.IntEnum):
     BACKWARD_END = 2
     BY_HAND = 3
     UNIT_REDUCED = 4
+    ROUND_OF_GENERATE = 5
+    """Ranks only tell each other whether they have finished."""
 
 
 _MOMENTS = {
@@ -43,6 +45,7 @@ _MOMENTS = {
     Moment.BACKWARD_END: "the end of a backward",
     Moment.BY_HAND: "the end of sw.unshard",
     Moment.UNIT_REDUCED: "a unit's step in backward",
+    Moment.ROUND_OF_GENERATE: "a round of generate",
 }
 
 
@@ -56,6 +59,8 @@ class Control:
         self._labels: dict[int, str] = {}
         self._hash = 0
         self._log: list[int] = []
+        self.has_abandoned = False
+        """Whether this rank has told its peers that it raised, and has begun nothing together with them since."""
 
     def name_units(self, fqns: Sequence[str]) -> None:
         """Name the units by their index, for errors. No communication."""
@@ -104,7 +109,12 @@ class Control:
         self._hash = 0
         return told[_HEAD.size :]
 
+    def is_any(self, flag: bool, moment: Moment) -> bool:
+        """Return whether the flag is set on any rank. Every rank must call this at the same moments."""
+        return self._over_all_groups(bytes([flag]), max, moment) != b"\0"
+
     def _over_all_groups(self, message: bytes, combine: Combine, moment: Moment) -> bytes:
+        self.has_abandoned = False
         for position, group in enumerate(self._groups):
             try:
                 message = group.exchange(message, combine, moment)
@@ -118,6 +128,7 @@ class Control:
         """Tell peers that this rank raised and will not reach the next moment. Waits for no peer."""
         for group in self._groups:
             group.abandon()
+        self.has_abandoned = True
         self._log.clear()
         self._hash = 0
 

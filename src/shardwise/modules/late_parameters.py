@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from operator import is_
 
+import torch
 from torch import nn
 
 from shardwise.errors import UsageError
+from shardwise.modules.site import foreign_parameter
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 
@@ -35,6 +37,8 @@ class LateParameters:
         late = next((parameter for parameter in plain if parameter.requires_grad), None)
         if late is not None:
             fqn = next(fqn for fqn, parameter in self._model.named_parameters() if parameter is late)
+            if torch.compiler.is_exporting():  # its stand-ins for our parameters are plain
+                raise foreign_parameter(fqn, late)
             raise UsageError(
                 f"parameter {fqn!r} was added to the model after sw.shard, so every rank would train its own: add or "
                 "replace modules before sw.shard, change weights in place in sw.unsharded(model, writeback=True), or "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UsageError
@@ -24,6 +25,11 @@ class Site:
 
 def foreign_parameter(fqn: str, held: object) -> UsageError:
     """Return the error for a module that holds another tensor than the parameter that sharding put there."""
+    if torch.compiler.is_exporting():
+        return UsageError(
+            f"torch.export of a sharded model, whose {fqn!r} is not there as a whole: export it, also by "
+            "torch.onnx.export or torch.jit.trace, inside sw.unsharded(model)"
+        )
     if held is None:
         return UsageError(
             f"parameter {fqn!r} was removed from its module after sw.shard, as pruning, weight_norm and other "

@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engines_of
+from shardwise.engine.setup.generation import in_rounds
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 
@@ -51,7 +52,8 @@ def register_generate(model: nn.Module) -> None:
     for module in model.modules():
         method = getattr(module, "generate", None) if _is_generating(module) else None
         if method is not None and not hasattr(method, _REGISTERED):
-            module.__dict__["generate"] = MethodType(torch.no_grad()(_as_forward(method.__func__, "generate")), module)
+            generate = torch.no_grad()(_as_forward(_with_rounds(method.__func__), "generate"))
+            module.__dict__["generate"] = MethodType(generate, module)
 
 
 def _is_generating(module: nn.Module) -> bool:
@@ -59,6 +61,15 @@ def _is_generating(module: nn.Module) -> bool:
     kinds = (("transformers.generation.utils", "GenerationMixin"), ("peft", "PeftModel"))
     kind = tuple(getattr(sys.modules[name], kind) for name, kind in kinds if name in sys.modules)
     return isinstance(module, kind) and callable(getattr(type(module), "generate", None))
+
+
+def _with_rounds(generate: Any) -> Any:
+    @functools.wraps(generate)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with in_rounds(module, engines_of(module)[0]):
+            return generate(module, *args, **kwargs)
+
+    return call
 
 
 def _as_forward(function: Any, name: str) -> Any:
