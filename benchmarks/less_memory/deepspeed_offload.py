@@ -31,8 +31,8 @@ an AdamW of its own (`cpu_adam`, compiled here). It sends through gloo; shardwis
 - DeepSpeed's buffers are locked in memory (`mlock`), shardwise's are not; they use huge pages if the kernel has some.
 - `deepspeed nvme` has DeepSpeed's defaults, meant for far larger models: one group of parameters, so buffers for all
   of a rank's state, up to 1e9 numbers gathered and 5e8 reduced at once. `deepspeed ring` is set for little memory:
-  buffers as large as shardwise's ring for three groups (one is read, one updated, one written: `pipeline_read`,
-  `pipeline_write`) and at most 1e7 numbers gathered or reduced at once.
+  buffers for three groups (one is read, one updated, one written: `pipeline_read`, `pipeline_write`), each a third of
+  shardwise's ring and the rest of the parameter that exceeds it, and at most 1e7 numbers gathered or reduced at once.
 - DeepSpeed forms the gradients' norm in each step, shardwise only for clipping. `engine.step()` also copies the updated
   weights into those that DeepSpeed gathers."""
 GROUP_BUFFERS = 4
@@ -41,8 +41,8 @@ PIPELINE_GROUPS = 3
 """Groups in its buffers at once: one is read, one updated, one written."""
 _BUILD = (
     "from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder\n"
-    "CPUAdamBuilder().load(verbose=False)\n"
-    "AsyncIOBuilder().load(verbose=False)\n"
+    "CPUAdamBuilder().load(verbose=True)\n"
+    "AsyncIOBuilder().load(verbose=True)\n"
 )
 
 
@@ -64,10 +64,15 @@ def unavailable(timeout_s: float = 1800.0) -> str | None:
 
 
 def reason_of(error: launch.JobFailed) -> str:
-    """Return the last line that names an error in a failed job's output, which torchrun and ninja continue below it."""
-    named = re.findall(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception): .*)$", error.output, re.MULTILINE)
+    """Return the line of a failed job's output that names the error: a rank's or the compiler's, not the launcher's."""
+    named: list[str] = re.findall(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception): .*)$", error.output, re.MULTILINE)
     own = [line for line in named if "ChildFailedError" not in line]
-    return own[-1] if own else str(error)
+    if not own:
+        return str(error)
+    compilers = re.findall(r"^.*\berror: .*$", error.output, re.MULTILINE)
+    if "building extension" in own[-1] and compilers:
+        return f"{own[-1].partition(': [')[0]}: {compilers[0]}"  # what is cut off is the compiler's command line
+    return own[-1]
 
 
 def configuration(peer: str, path: str, ring_bytes: int) -> dict[str, Any]:

@@ -11,6 +11,9 @@ from benchmarks.common.launch import JobFailed
 from benchmarks.less_memory import deepspeed_offload, offload
 
 MIB = 2**20
+BUILD = """RuntimeError: Error building extension 'async_io': [1/2] c++ -c a.cpp
+a.cpp:1: fatal error: libaio.h
+ninja: build stopped: subcommand failed."""
 
 
 def _rank(**more: Any) -> dict[str, Any]:
@@ -39,13 +42,15 @@ def test_without_deepspeed_the_reason_is_one_line(monkeypatch: pytest.MonkeyPatc
 
 def test_operators_that_cannot_be_built_are_told_by_the_compilers_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> str:
-        raise JobFailed("ninja: stopped", "RuntimeError: Error building extension 'async_io': no\nninja: stopped")
+        raise JobFailed("ninja: stopped", BUILD)
 
     monkeypatch.setattr(deepspeed_offload, "missing", lambda engine: None)
     monkeypatch.setattr(launch, "run", fail)
     reason = deepspeed_offload.unavailable()
     assert reason is not None
-    assert reason.endswith("cannot be built here (RuntimeError: Error building extension 'async_io': no)")
+    assert reason.endswith(
+        "cannot be built here (RuntimeError: Error building extension 'async_io': a.cpp:1: fatal error: libaio.h)"
+    )
 
 
 def test_a_ranks_error_is_told_and_not_the_launchers_account_of_it() -> None:
@@ -54,7 +59,7 @@ def test_a_ranks_error_is_told_and_not_the_launchers_account_of_it() -> None:
     assert deepspeed_offload.reason_of(JobFailed("no end after 9 s")) == "no end after 9 s"
 
 
-def test_buffers_for_little_memory_are_as_large_as_our_ring() -> None:
+def test_groups_for_little_memory_are_cut_as_if_three_filled_our_ring() -> None:
     zero = deepspeed_offload.configuration("deepspeed ring", "disk", 80 * MIB)["zero_optimization"]
     buffers = zero["offload_optimizer"]["buffer_count"]
     assert 79 * MIB < 4 * buffers * zero["sub_group_size"] <= 80 * MIB
