@@ -119,3 +119,19 @@ def test_owners_send_what_arithmetic_says(tmp_path: Path) -> None:
     result: Any = _result(tmp_path)
     assert [rank["sent"]["owners"] for rank in result["ranks"]] == [rank["expected"] for rank in result["ranks"]]
     assert all(rank["off"] == 0.0 for rank in result["ranks"])
+
+
+@pytest.mark.slow
+def test_state_on_disk_is_measured_in_alternation(tmp_path: Path) -> None:
+    sizes = ["--layers=4", "--width=128", "--vocab=64", "--ring-mib=2", "--steps=3", "--rounds=2"]
+    scratch = tmp_path / "scratch"
+    done = _run("offload", *sizes, "--no-deepspeed", f"--path={scratch}", "--out", str(tmp_path / "offload"))
+    assert done.returncode == 0, done.stderr
+    runs: Any = _result(tmp_path)["runs"]
+    assert list(runs) == ["none", "memory", "nvme", "disk"]
+    assert [len(ranks) for rounds in runs.values() for ranks in rounds] == [2] * 8
+    for on_disk, in_memory in zip(runs["nvme"], runs["memory"], strict=True):
+        assert sorted(rank["losses"] for rank in on_disk) == sorted(rank["losses"] for rank in in_memory)
+        assert all(rank["file_bytes"] > rank["ring_bytes"] > 0 for rank in on_disk)
+    assert "losses that differ from those in memory: 0" in done.stdout
+    assert list(scratch.iterdir()) == []
