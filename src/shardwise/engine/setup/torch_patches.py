@@ -131,6 +131,20 @@ def _check_sharded(optimizer: Optimizer) -> None:
         )
 
 
+_NOT_ELEMENTWISE = {
+    "Adafactor": "computes with whole matrices: build it with sw.optim.whole_matrix(torch.optim.Adafactor, model, ...)",
+    "Muon": "computes with whole matrices: build it with sw.optim.whole_matrix(torch.optim.Muon, model, ...)",
+    "LBFGS": "computes with all parameters as one vector, and has no sharded form: use an elementwise one, as AdamW",
+}
+"""Torch's own optimizers that cannot step on pieces."""
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    reason = _NOT_ELEMENTWISE.get(type(optimizer).__name__)
+    if reason is not None and type(optimizer).__module__.startswith("torch.optim"):
+        raise UsageError(f"torch.optim.{type(optimizer).__name__} of sharded parameters {reason}")
+
+
 # Around an optimizer's step -------------------------------------------------------------------------------------------
 
 
@@ -158,6 +172,7 @@ def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] |
     put_last(optimizer, has_stores=any(unit.rests_elsewhere for unit in owners))
     if owners:
         leave_uncompiled()
+        _check_elementwise(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if owners and closure is not None:
         checked = partial(_evaluate, closure, owners)
