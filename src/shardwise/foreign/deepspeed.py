@@ -211,13 +211,11 @@ def _read_logs(tree: SettingsTable, settings: ForeignSettings) -> None:
     board = tree.table("tensorboard")
     if board.flag("enabled"):
         settings.log["tensorboard"] = True
-    biases = tree.table("wandb")
-    if biases.flag("enabled"):
-        settings.log["wandb"] = biases.word("project") or "deepspeed"
-        if biases.rest:
-            settings.changes.append(
-                f"{', '.join(biases.rest)}: set WANDB_ENTITY and WANDB_RUN_GROUP in the environment"
-            )
+    wandb = tree.table("wandb")
+    if wandb.flag("enabled"):
+        settings.log["wandb"] = wandb.word("project") or "deepspeed"
+        if wandb.rest:
+            settings.changes.append(f"{', '.join(wandb.rest)}: set WANDB_ENTITY and WANDB_RUN_GROUP in the environment")
     for name in ("csv_monitor", "comet", "flops_profiler", "comms_logger"):
         table = tree.table(name)
         if table.flag("enabled"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -63,14 +64,17 @@ def memory(model: nn.Module) -> Memory:
     """
     engine = require_engine(model)
     engine.allocate()
-    known = _known(engine, model)
+    states = _optimizer_bytes(engine)
+    known = _known(engine, model, states.device)
     now, peak = dict(known), dict(known)
     if engine.mesh.device.type != "cpu":
         total = sum(known.values())
         allocated, most_allocated = accelerators.allocated_bytes(engine.mesh.device)
         now["activations"] = max(0, allocated - total)
         peak["activations"] = max(0, most_allocated - total)
-    return Memory(now, peak, *_elsewhere(engine))
+    media = _media(engine)
+    disk = {kind: sum(medium.disk_bytes for medium in of_kind) for kind, of_kind in media.items()}
+    return Memory(now, peak, _nonzero(_host_bytes(engine, media, states.host)), _nonzero(disk))
 
 
 def replicated(model: nn.Module) -> dict[str, int]:
@@ -90,12 +94,11 @@ def replicated(model: nn.Module) -> dict[str, int]:
     }
 
 
-def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
+def _known(engine: Engine, model: nn.Module, state_bytes: int) -> dict[str, int]:
     groups = [group for unit in engine.units for group in unit.groups]
     whole = [p for p in model.parameters() if not isinstance(p, ShardedParameter) and outer_face(p) is None]
     whole_gradients = [parameter.grad for parameter in whole if parameter.grad is not None]
     aparts = [unit.gradients.apart for unit in engine.units]
-    states, _ = _optimizer_bytes(engine)
     return {
         "param_shards": sum(unit.parameters.shard_bytes for unit in engine.units)
         + sum(store.ring_bytes for store in shard_stores(engine)),
@@ -103,7 +106,7 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
         "grad_shards": _held_bytes(group.gradients.flat for group in groups if group.gradients.flat is not None)
         + sum(store.ring_bytes for store in gradient_stores(engine)),
         "reduce_slots": engine.reducer.slots.total_bytes + sum(a.nbytes for a in aparts if a is not None),
-        "optimizer": states,
+        "optimizer": state_bytes,
         "buffers": _held_bytes(model.buffers()),
         "temporaries": engine.reducer.scratch_bytes
         + sum(group.scratch_bytes for group in engine.mesh.groups)
@@ -112,30 +115,43 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
     }
 
 
-def _optimizer_bytes(engine: Engine) -> tuple[int, int]:
-    """Return the bytes of optimizer state and its rings, on the device and on the host beside it."""
+class _StateBytes(NamedTuple):
+    """Bytes of optimizer state and its rings, besides what rests on a medium."""
+
+    device: int
+    host: int
+    """In host memory beside an accelerator."""
+
+
+def _optimizer_bytes(engine: Engine) -> _StateBytes:
     rings = sum(store.ring_bytes for store in _state_stores(engine))
     state = list(_optimizer_state(engine))
     if engine.root.host_step is None:
-        return _held_bytes(state) + rings, 0
-    there = [tensor for tensor in state if tensor.device == accelerators.CPU]  # others were loaded and not stepped yet
-    on_host = _held_bytes(there)
-    return _held_bytes(state) - on_host, on_host + rings
+        return _StateBytes(_held_bytes(state) + rings, 0)
+    on_host = _held_bytes(tensor for tensor in state if tensor.device == accelerators.CPU)
+    return _StateBytes(_held_bytes(state) - on_host, on_host + rings)  # loaded state is on the device until a step
 
 
-def _elsewhere(engine: Engine) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes on the host, beside an accelerator, and on disk, by kind."""
-    stores: dict[str, list[Medium]] = {
+def _media(engine: Engine) -> dict[str, list[Medium]]:
+    """Return the media of the engine's stores by the kind of what rests there."""
+    return {
         "param_shards": [store.medium for store in shard_stores(engine)],
         "grad_shards": [store.medium for store in gradient_stores(engine)],
         "optimizer": [store.medium for store in _state_stores(engine)],
     }
-    host = {kind: sum(medium.host_bytes for medium in media) for kind, media in stores.items()}
-    disk = {kind: sum(medium.disk_bytes for medium in media) for kind, media in stores.items()}
-    host["optimizer"] += _optimizer_bytes(engine)[1]
+
+
+def _host_bytes(engine: Engine, media: Mapping[str, Sequence[Medium]], state_bytes: int) -> dict[str, int]:
+    """Return the bytes on the host beside an accelerator, by kind."""
+    host = {kind: sum(medium.host_bytes for medium in of_kind) for kind, of_kind in media.items()}
+    host["optimizer"] += state_bytes
     host["activations"] = sum(copies.host_bytes for copies in input_copies(engine.units))
     host["temporaries"] = 0 if engine.root.host_step is None else engine.root.host_step.host_bytes
-    return tuple({kind: nbytes for kind, nbytes in place.items() if nbytes} for place in (host, disk))  # type: ignore[return-value]
+    return host
+
+
+def _nonzero(by_kind: Mapping[str, int]) -> dict[str, int]:
+    return {kind: nbytes for kind, nbytes in by_kind.items() if nbytes}
 
 
 def _state_stores(engine: Engine) -> set[StateStore]:

@@ -12,8 +12,8 @@ from functools import cache
 import torch
 
 _neighbours: dict[str, frozenset[int]] = {}
-"""The cores that each process of this host may run on which trains with this one, by a name of the process. A process
-that is bound to cores of its own shares none of them."""
+"""The cores that each process may run on, for the processes of this host that train together; by a name of the process.
+A process that is bound to cores of its own shares none of them."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """transformers' `generate` on ranks that finish at different times.
 
-transformers has a rank that has finished call the model as before until all ranks have: each call then appends to its
-cache, past the end of a static cache and of learned positions, and a cache that the caller gets back holds tokens that
-nobody generated. So finished ranks call the model without the cache here.
+In transformers a rank that has finished goes on calling the model until all ranks have finished. Each call appends to
+the rank's cache, past the end of a static cache and of learned positions, and a cache that the caller gets back holds
+tokens that nobody generated. Here finished ranks call the model without their cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import CollectiveTimeout, MismatchError
 
 _CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
+"""The names under which transformers' models take their cache."""
 _GOES_ON, _PREPARES = "_has_unfinished_sequences", "prepare_inputs_for_generation"
+"""The methods of a transformers model that `generate` calls between two rounds."""
 
 
 class _Rounds:
@@ -65,7 +67,7 @@ class _Rounds:
         return self._without_cache(inputs) if self._is_over else inputs
 
     def _without_cache(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs of a call that computes the last round's tokens by themselves, and keeps nothing."""
+        """Return the inputs of a call that computes with the last round's tokens alone, and keeps nothing."""
         of_encoder: bool = getattr(getattr(self._model, "config", None), "is_encoder_decoder", False)
         cached = {*_CACHES, "cache_position", "decoder_attention_mask" if of_encoder else "attention_mask"}
         alone = {name: value for name, value in inputs.items() if name not in cached}
