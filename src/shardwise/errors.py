@@ -91,4 +91,6 @@ _LONGEST_LINE = 240
 def one_line(error: BaseException, with_type: bool = False) -> str:
     """Return an error's message as one line of limited length, to quote in another message. `with_type`: type first."""
     said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said}"[:_LONGEST_LINE] if with_type else said[:_LONGEST_LINE]
+    if with_type:
+        said = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return said[:_LONGEST_LINE]

@@ -139,8 +139,8 @@ class RecordingCollectives:
         self._record("exchange", None, 2 * len(message) * (self.world_size > 1))
         return self.inner.exchange(message, combine, label)
 
-    def abandon(self) -> None:
-        self.inner.abandon()
+    def abandon(self, reason: str = "") -> None:
+        self.inner.abandon(reason)
 
     def close(self) -> None:
         self.inner.close()

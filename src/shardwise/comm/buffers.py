@@ -75,7 +75,7 @@ class PrivateBuffers(NoStreams):
     def advance(self) -> None:
         """Do nothing: no reduction needs it."""
 
-    def abandon(self) -> None:
+    def abandon(self, reason: str = "") -> None:
         """Do nothing: no peer waits."""
 
     def close(self) -> None:

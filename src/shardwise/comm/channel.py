@@ -40,7 +40,7 @@ class _FrameKind(IntEnum):
     SAID = 0
     """A subtree's combined message on its way up, or the combined message of all ranks on its way down."""
     ABANDONED = 1
-    """The sender raised and takes no part in the exchange with this number."""
+    """The sender raised, for the reason that the message gives, and takes no part in the exchange with this number."""
     FAILED = 2
     """The ranks are out of step; the message gives the reason."""
     MISMATCHED = 3
@@ -114,10 +114,10 @@ class Channel:
             raise
         return message
 
-    def abandon(self) -> None:
-        """Tell peers that this rank raised and takes no part in the next exchange. Not collective."""
+    def abandon(self, reason: str = "") -> None:
+        """Tell peers that this rank raised, for this reason, and takes no part in the next exchange. Not collective."""
         self._number += 1
-        self._tell(_Frame(_FrameKind.ABANDONED, self._number, sign("abandon"), b""))
+        self._tell(_Frame(_FrameKind.ABANDONED, self._number, sign("abandon"), reason.encode()))
 
     def close(self) -> None:
         """Close the connections. Not collective: a rank that still waits for this one raises."""
@@ -153,8 +153,12 @@ class Channel:
             if frame.number < self._number:
                 continue  # belongs to an exchange that this rank abandoned
             if frame.number > self._number or frame.signature != signature:
-                self._fail(mismatch(self.rank, signature, peer.rank, frame.signature, self._labels))
+                self._fail(self._mismatch(signature, peer.rank, frame))
             return frame.body
+
+    def _mismatch(self, signature: int, peer: int, frame: _Frame) -> ShardwiseError:
+        reasons = {peer: frame.body.decode() if frame.kind is _FrameKind.ABANDONED else ""}
+        return mismatch(self.rank, signature, peer, frame.signature, self._labels, lambda rank: reasons.get(rank, ""))
 
     def _fail(self, error: ShardwiseError) -> NoReturn:
         self._failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model alive
@@ -198,15 +202,48 @@ def channel_of(group: dist.ProcessGroup, timeout_s: float, labels: dict[int, str
 
     Under torch's `fake` process group there are no peers, so `exchange` returns the message unchanged.
     """
-    backend, store = distributed_c10d._world.pg_map.get(group, ("", None))
-    if backend == "fake":
+    if distributed_c10d._world.pg_map.get(group, ("",))[0] == "fake":
         return Channel(0, 1, HashStore(), timeout_s, labels)
-    if store is None:  # a group of all ranks that is implemented in Python
-        store = PrefixStore(f"by hand/{group.size()}", distributed_c10d._get_default_store())
+    store = store_of(group)
     name = ",".join(map(str, distributed_c10d._world.pg_group_ranks.get(group, ())))
     number = _made.get(name, 0)
     _made[name] = number + 1
     return Channel(group.rank(), group.size(), PrefixStore(f"shardwise/{number}", store), timeout_s, labels)
+
+
+def store_of(group: dist.ProcessGroup) -> Store:
+    """Return the store through which the group's ranks found one another."""
+    _, store = distributed_c10d._world.pg_map.get(group, ("", None))
+    if store is None:  # a group of all ranks that is implemented in Python
+        store = PrefixStore(f"by hand/{group.size()}", distributed_c10d._get_default_store())
+    return store
+
+
+class Reasons:
+    """Why ranks of a group raised: kept in the group's store, and read only to word an error."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._store = PrefixStore("shardwise/raised", store_of(group))
+        self._rank = group.rank()
+        self._is_told = False
+
+    def tell(self, reason: str) -> None:
+        """Set this rank's reason. Waits for no rank, and does nothing if the store is gone."""
+        self._is_told = bool(reason)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(str(self._rank), reason)
+
+    def forget(self) -> None:
+        """Withdraw this rank's reason, because all ranks have met since."""
+        if self._is_told:
+            self.tell("")
+
+    def of(self, rank: int) -> str:
+        """Return a rank's reason, or "" if it gave none."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([str(rank)]):
+                return bytes(self._store.get(str(rank))).decode()
+        return ""
 
 
 _made: dict[str, int] = {}

@@ -203,9 +203,10 @@ class Collectives(Protocol):
         """Return all ranks' messages combined, the same on every rank. For small messages between hosts: it waits for
         no device. Ranks need not agree on anything before, not even on lengths."""
 
-    def abandon(self) -> None:
+    def abandon(self, reason: str = "") -> None:
         """Tell peers that this rank raised and takes no part in the next collective: peers that wait for it there, or
-        come there later, raise, unless they abandon it as well. Not collective; waits for nobody."""
+        come there later, raise, unless they abandon it as well. Not collective; waits for nobody. `reason`: the error
+        in words, which theirs will quote."""
 
     def close(self) -> None:
         """Close connections, communicators and shared memory. Idempotent; not collective."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError
 
@@ -22,7 +22,17 @@ OPS = (
     "allocate",
     "exchange",
     "all_to_all",
+    "claim",
+    "release",
+    "fail",
 )
+SAME_ORDER = (
+    "Every rank must call the same units in the same order, in forward and in backward; a batch that one rank skips, "
+    "all must skip."
+)
+ALL_OR_NONE = "What one rank abandons, all must abandon: let the error end the run, or skip the step on every rank."
+_CONSEQUENCES = {kind.__name__: kind for kind in (MismatchError, CollectiveTimeout)}
+"""Errors that quote a cause: ranks that learn of one repeat it."""
 _CRC_BITS, _OP_BITS, _LABEL_BITS = 32, 5, 24
 
 
@@ -40,13 +50,29 @@ def in_words(signature: int, labels: Mapping[int, str]) -> str:
     return labels.get(label, op) if label else op
 
 
-def mismatch(rank: int, own: int, peer: int, theirs: int, labels: Mapping[int, str]) -> ShardwiseError:
-    """Return the error for two ranks that come to the same point with different signatures."""
+def quoted(reason: str) -> str:
+    """Return the reason why a rank raised, as part of a sentence. "" if it is not known."""
+    return f'"{reason}"' if reason else "an error"
+
+
+def mismatch(
+    rank: int, own: int, peer: int, theirs: int, labels: Mapping[int, str], reason_of: Callable[[int], str]
+) -> ShardwiseError:
+    """Return the error for two ranks that come to the same point with different signatures. `reason_of`: returns why a
+    rank raised since ranks last agreed, as an error's type and message; "" if it did not, or nobody knows."""
     here, there = in_words(own, labels), in_words(theirs, labels)
-    if _parts(theirs)[1] == OPS[0]:
+    reasons = {who: reason_of(who) for who in (rank, peer)}
+    if _parts(theirs)[1] in {"abandon", "fail"}:
+        kind, _, text = reasons[peer].partition(": ")
+        if kind in _CONSEQUENCES:
+            return _CONSEQUENCES[kind](text)
         return CollectiveTimeout(
-            f"rank {peer} raised an error instead of taking part in {here}, for which rank {rank} waits: see rank "
-            f"{peer}'s error."
+            f"rank {peer} raised {quoted(reasons[peer])} instead of taking part in {here}, for which rank {rank} "
+            f"waits. {ALL_OR_NONE}"
+        )
+    if _parts(own)[1] == "abandon":
+        return CollectiveTimeout(
+            f"rank {rank} raised {quoted(reasons[rank])} and went on, while rank {peer} was at {there}. {ALL_OR_NONE}"
         )
     if here == there == "allocate":
         return MismatchError(
@@ -60,8 +86,9 @@ def mismatch(rank: int, own: int, peer: int, theirs: int, labels: Mapping[int, s
             "build the same model and call it in the same way."
         )
     return MismatchError(
-        f"ranks do different things: rank {rank} is at {here}, rank {peer} at {there}. Every rank must call the same "
-        "units in the same order, in forward and in backward."
+        f"ranks do different things: rank {rank} is at {here}, rank {peer} at {there}"
+        + "".join(f", rank {who} raised {quoted(reason)} before" for who, reason in reasons.items() if reason)
+        + f". {SAME_ORDER}"
     )
 
 

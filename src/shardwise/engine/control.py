@@ -1,11 +1,12 @@
 """What ranks agree on besides data: that they issue the same collectives, and which gradients exist.
 
-Each rank hashes what it issues, one gather or reduction after the other. At some moments all ranks exchange their
-hashes, between their hosts: when an outermost forward that issued something ends, before its output is returned; when a
-backward ends, before gradients are handed out; after each unit's reduction, if optimizers step in backward; and when
-units were unsharded by hand between steps. Nothing waits for a device. Ranks whose hashes differ then exchange their
-logs, and all raise the error that names the first difference. (On CPUs collectives carry labels too, so that ranks that
-wait for one another in different collectives notice at once.)"""
+Each rank hashes what it issues, one gather or reduction after the other, and what it does alone but all must do alike:
+an optimizer's step, a step of training that it abandons. At some moments all ranks exchange their hashes, between their
+hosts: when an outermost forward that issued something ends, before its output is returned; when a backward ends, before
+gradients are handed out; after each unit's reduction, if optimizers step in backward; and when units were unsharded by
+hand between steps. Nothing waits for a device. Ranks whose hashes differ then exchange their logs, and all raise the
+error that names the first difference. (On CPUs collectives carry labels too, so that ranks that wait for one another in
+different collectives notice at once.)"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardwise.errors import MismatchError
+from shardwise.comm.signature import ALL_OR_NONE, SAME_ORDER, quoted
+from shardwise.errors import CollectiveTimeout, MismatchError, one_line
 
 if TYPE_CHECKING:
     from shardwise.comm.protocol import Combine
@@ -40,6 +42,17 @@ class Moment(enum.IntEnum):
     """Ranks only tell each other whether they have finished."""
 
 
+class Alone(enum.IntEnum):
+    """Something that a rank does without the others, and that all ranks must have done alike when they next compare."""
+
+    STEP = 8
+    """An optimizer updated a unit."""
+    ABANDONED = 9
+    """A forward or backward raised."""
+    LEFT = 10
+    """A forward in grad mode whose backward has not come."""
+
+
 _MOMENTS = {
     Moment.FORWARD_END: "the end of an outermost forward",
     Moment.BACKWARD_END: "the end of a backward",
@@ -59,6 +72,12 @@ class Control:
         self._labels: dict[int, str] = {}
         self._hash = 0
         self._log: list[int] = []
+        self._reason = ""
+        """Why this rank abandoned something since all ranks last agreed."""
+        self._awaited: set[int] = set()
+        """Forward passes since all ranks last agreed whose backward has not come."""
+        self.has_news = False
+        """Whether anything was issued since ranks last agreed."""
         self.has_abandoned = False
         """Whether this rank has told its peers that it raised, and has begun nothing together with them since."""
 
@@ -66,9 +85,9 @@ class Control:
         """Name the units by their index, for errors. No communication."""
         self._labels = {int(moment): words for moment, words in _MOMENTS.items()}
         for index, fqn in enumerate(fqns):
-            name = repr(fqn) if fqn else "the model itself"
-            self._labels[self.gather_label(index)] = f"the all_gather of unit {name}"
-            self._labels[self.reduce_label(index)] = f"the reduction of unit {name}"
+            name = f"unit {fqn!r}" if fqn else "the root unit"
+            self._labels[self.gather_label(index)] = f"the all_gather of {name}"
+            self._labels[self.reduce_label(index)] = f"the reduction of {name}"
         for group in self._mesh.groups:
             group.labels.clear()
             group.labels.update(self._labels)
@@ -85,13 +104,34 @@ class Control:
 
     def note(self, label: int) -> None:
         """Note that this rank issues a collective with this label. No communication."""
+        self.has_news = True
+        self._append(label)
+
+    def note_step(self) -> None:
+        """Note that an optimizer has updated a unit. No communication."""
+        self._append(Alone.STEP)
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether the backward of a forward pass has not come."""
+        return bool(self._awaited)
+
+    def await_backward(self, forward: int) -> None:
+        """Note that a forward pass is over, in grad mode. No communication."""
+        self._awaited.add(forward)
+
+    def has_backward(self, forward: int) -> None:
+        """Note that the backward of a forward pass has begun. No communication."""
+        self._awaited.discard(forward)
+
+    def _append(self, label: int) -> None:
         self._log.append(label)
         self._hash = (self._hash * _PRIME ^ label) & _MASK
 
-    @property
-    def has_news(self) -> bool:
-        """Whether anything was issued since ranks last agreed."""
-        return bool(self._log)
+    def _forget(self) -> None:
+        self._log.clear()
+        self._awaited.clear()
+        self._hash, self.has_news = 0, False
 
     def agree(self, moment: Moment, flags: bytes = b"") -> bytes:
         """Compare what ranks issued, and return the elementwise maximum of all ranks' flags. Every rank must call this
@@ -100,13 +140,15 @@ class Control:
         Raises:
             MismatchError: on every rank, if ranks issued different things since they last agreed.
         """
+        for _ in self._awaited:
+            self._append(Alone.LEFT)
         own = _HEAD.pack(self._hash, self._rank, self._hash, self._rank) + flags
         told = self._over_all_groups(own, _combine, moment)
         least, lowest, greatest, highest = _HEAD.unpack_from(told)
         if least != greatest:
             self._explain(moment, lowest, highest)
-        self._log.clear()
-        self._hash = 0
+        self._forget()
+        self._reason = ""
         return told[_HEAD.size :]
 
     def is_any(self, flag: bool, moment: Moment) -> bool:
@@ -124,32 +166,47 @@ class Control:
                 raise
         return message
 
-    def abandon(self) -> None:
-        """Tell peers that this rank raised and will not reach the next moment. Waits for no peer."""
+    def abandon(self, error: BaseException | None) -> None:
+        """Tell peers that this rank raised `error`, if that is known, and will not reach the next moment. Waits for no
+        peer. Ranks that all abandon something may have issued different collectives before."""
+        if isinstance(error, MismatchError | CollectiveTimeout):
+            self._reason = self._reason or f"{type(error).__name__}: {error}"
+        else:
+            self._reason = "" if error is None else one_line(error, with_type=True)
         for group in self._groups:
-            group.abandon()
+            group.abandon(self._reason)
         self.has_abandoned = True
-        self._log.clear()
-        self._hash = 0
+        alone = [label for label in self._log if label < _FIRST_UNIT_LABEL]
+        self._forget()
+        for label in (*alone, Alone.ABANDONED):
+            self._append(label)
 
     def _explain(self, moment: Moment, one: int, other: int) -> None:
         """Raise the error that names the first difference between two ranks' logs. Every rank must call this."""
-        shown = json.dumps({self._rank: self._log} if self._rank in {one, other} else {}).encode()
-        shown = self._over_all_groups(shown, merged, moment)
-        logs = {int(rank): log for rank, log in json.loads(shown).items()}
+        own = {self._rank: [self._log, self._reason]} if self._rank in {one, other} else {}
+        shown = self._over_all_groups(json.dumps(own).encode(), merged, moment)
+        logs, reasons = ({int(rank): said[i] for rank, said in json.loads(shown).items()} for i in (0, 1))
         position = next(
             (i for i, pair in enumerate(zip(logs[one], logs[other], strict=False)) if pair[0] != pair[1]),
             min(map(len, logs.values())),
         )
-        first, second = sorted((one, other))
-        raise MismatchError(
-            f"ranks did different things before {_MOMENTS[moment]}: rank {first} {self._words(logs[first], position)}, "
-            f"rank {second} {self._words(logs[second], position)}. Every rank must call the same units in the same "
-            "order, in forward and in backward"
-        )
+        rests = {rank: logs[rank][position:] for rank in sorted((one, other))}
+        first, second = (f"rank {rank} {self._words(rest, reasons[rank])}" for rank, rest in rests.items())
+        is_alone = any(rest and rest[0] < _FIRST_UNIT_LABEL for rest in rests.values())
+        advice = ALL_OR_NONE if is_alone else SAME_ORDER
+        raise MismatchError(f"ranks did different things before {_MOMENTS[moment]}: {first}, {second}. {advice}")
 
-    def _words(self, log: Sequence[int], position: int) -> str:
-        return f"issued {self._labels[log[position]]}" if position < len(log) else "issued nothing more"
+    def _words(self, log: Sequence[int], reason: str) -> str:
+        """Return the first entry of a log, in words."""
+        if not log:
+            return "did nothing more"
+        if log[0] == Alone.STEP:
+            return "took an optimizer step"
+        if log[0] == Alone.ABANDONED:
+            return f"raised {quoted(reason)} and went on"
+        if log[0] == Alone.LEFT:
+            return "ran a forward in grad mode whose backward did not come, as when the loss raises"
+        return f"issued {self._labels[log[0]]}"
 
 
 def _combine(left: bytes, right: bytes) -> bytes:

@@ -12,6 +12,8 @@ keep its state.
 from __future__ import annotations
 
 import enum
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,6 +73,36 @@ def _on_dropped(engine: weakref.ref[Engine], _: object) -> None:
         held.backward_raised()
 
 
+class _Backwards(threading.local):
+    """The calls of torch's backward that this thread is in."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.raised: list[Engine] = []
+        """Engines whose backward raised, and which have not told their peers yet."""
+
+
+_backwards = _Backwards()
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@contextmanager
+def tell_of_errors() -> Iterator[None]:
+    """Within the block, which runs a backward, an engine whose backward raises tells its peers the error. If autograd
+    raised before it came to any engine, all do whose model waits for a backward."""
+    _backwards.depth += 1
+    try:
+        yield
+    except BaseException as error:
+        raised, _backwards.raised = _backwards.raised, []
+        for engine in raised or (_engines if _backwards.depth == 1 else ()):
+            if raised or engine.control.is_awaiting:
+                engine.control.abandon(error)
+        raise
+    finally:
+        _backwards.depth -= 1
+
+
 class Engine:
     """The engine of one sharded model: its units, and the order in which they are needed."""
 
@@ -112,6 +144,7 @@ class Engine:
         """Weak reference to the callback that autograd holds until the backward under way is over or has raised."""
         self.late_parameters: LateParameters
         """Set by `install`."""
+        _engines.add(self)
 
     # Setting up ---------------------------------------------------------------------------------------------------
 
@@ -236,7 +269,9 @@ class Engine:
         """End a unit's forward, which returned or raised (then `output` is None and the return value is ignored)."""
         call = unit.calls.end_forward()
         if call is None:
-            return output  # a user's pre-forward hook raised before ours ran
+            if output is None and not self.is_suspended:
+                self._begun_by_nobody()
+            return output
         try:
             output = self._end_forward(unit, call, output)
         except KeyboardInterrupt:
@@ -246,6 +281,11 @@ class Engine:
             raise
         self.forwards.pop()
         return output
+
+    def _begun_by_nobody(self) -> None:
+        """React to a forward that raised before our pre-forward hook ran, as in a user's own hook."""
+        if torch.is_grad_enabled() and not self.runs_model:
+            self.control.abandon(sys.exception())
 
     def _end_forward(self, unit: Unit, call: Call[Unit], output: object) -> object:
         place = self.saved.leave()
@@ -262,6 +302,8 @@ class Engine:
         else:
             with temporarily_clear_interpreter_stack():
                 self._exit_forward(call, lent, failure)
+        if call.has_backward and len(self.forwards) == 1 and not call.recompute and _transform() is None:
+            self.control.await_backward(place[0].order)
         return output
 
     def _exit_forward(self, call: Call[Unit], lent: Sequence[Call[Unit]], failure: BaseException | None) -> None:
@@ -284,7 +326,7 @@ class Engine:
         """Compare, at the end of an outermost forward, what ranks issued, before the output is returned."""
         if failure is not None:
             if self.control.has_news or torch.is_grad_enabled():  # else this rank may be evaluating alone
-                self.control.abandon()
+                self.control.abandon(failure)
         elif self.control.has_news:
             self.control.agree(Moment.FORWARD_END)
 
@@ -385,6 +427,7 @@ class Engine:
         """Handle every moment down to `position` that this backward has not passed yet."""
         if forward.follow(torch._C._current_graph_task_id()):
             self.begin_backward()
+            self.control.has_backward(forward.order)
             for newer in [other for other in self._walked if other.order > forward.order]:
                 self._pass(newer)  # autograd has finished with it
             self._walked.append(forward)
@@ -464,6 +507,10 @@ class Engine:
             self.begin_backward()
         self.reducer.add(unit, key, grad)
 
+    def on_step(self) -> None:
+        """Note that an optimizer has updated a unit: all ranks must have done so when they next agree."""
+        self.control.note_step()
+
     def on_penalty(self, unit: Unit, key: Key, piece: Tensor) -> None:
         """Take a gradient that autograd computed for the outer face of a parameter. Every rank must call this."""
         self.begin_backward()
@@ -472,6 +519,16 @@ class Engine:
     def _finish_backward(self) -> None:
         """End this backward, once autograd is done: pass the moments left, reduce the rest and hand out gradients."""
         self.backward = Backward.ENDING
+        try:
+            self._reduce_the_rest()
+        except (MismatchError, CollectiveTimeout):
+            raise  # every rank raises
+        except BaseException as error:
+            self.control.abandon(error)
+            raise
+        self.backward = Backward.NONE
+
+    def _reduce_the_rest(self) -> None:
         for forward in reversed(self._walked):
             self._pass(forward)
         self._walked.clear()
@@ -483,7 +540,6 @@ class Engine:
                 self._leave_backward(unit)
         self.unsharder.settle()
         self.reducer.finish(self.units)
-        self.backward = Backward.NONE
 
     def _forget_backward(self) -> None:
         for unit in self.units:
@@ -496,8 +552,10 @@ class Engine:
             forward.close()
         self.show_sharded()
         self.unsharder.settle()
-        if was_running:
-            self.control.abandon()
+        if was_running and _backwards.depth:
+            _backwards.raised.append(self)
+        elif was_running:
+            self.control.abandon(None)
 
     def show_sharded(self) -> None:
         """Let modules hold the sharded parameters, except those whose forward is under way. No communication."""
@@ -514,6 +572,8 @@ class Engine:
         if self.backward is not Backward.NONE:
             self._abandon_backward()
         if self.forwards:
+            if self.forwards[0][0].calls.want_backward:
+                self.control.abandon(None)
             self._abandon_forward()
 
     def _abandon_backward(self) -> None:

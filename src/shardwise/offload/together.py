@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from shardwise.comm.protocol import Collectives
+from shardwise.errors import one_line
 from shardwise.together import fail_together
 
 
@@ -29,9 +30,9 @@ def together(groups: Sequence[Collectives], doing: str) -> Iterator[None]:
             yield
         except Exception:
             raise
-        except BaseException:
+        except BaseException as error:
             for group in groups:
-                group.abandon()
+                group.abandon(one_line(error, with_type=True))
             raise
 
 

@@ -21,7 +21,7 @@ from torch.optim import AdamW, Optimizer
 from shardwise.engine.engine import Engine
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.units.unit import Unit
-from shardwise.errors import UsageError
+from shardwise.errors import UsageError, one_line
 from shardwise.optim.matrices.hidden import Hidden, NamedParamGroup, hidden_matrices, named_groups
 from shardwise.optim.matrices.lane import AHEAD, Arrivals
 from shardwise.optim.matrices.owned_state import OwnedState
@@ -152,10 +152,10 @@ class WholeMatrixOptimizer(Optimizer):
         self._update_plain()
         try:
             self._update_units()
-        except BaseException:
+        except BaseException as error:
             for state in self._states:  # peers would wait for this rank's pieces
-                state.shard.abandon()
-                state.replicate.abandon()
+                state.shard.abandon(one_line(error, with_type=True))
+                state.replicate.abandon(one_line(error, with_type=True))
             raise
         return loss
 

@@ -74,7 +74,10 @@ class Owner(Protocol):
         """Called before an optimizer updates the shards. Raises UsageError if gradients still wait to be reduced."""
 
     def stepped(self) -> None:
-        """Called after an optimizer has updated the shards."""
+        """Called after this rank's shards were written."""
+
+    def end_step(self) -> None:
+        """Called at the end of an optimizer's step that updates the shards."""
 
     def take_penalty(self, face: ShardedParameter, piece: Tensor) -> None:
         """Take the gradient of an outer face, from a penalty: a piece, the mean over the shard group. In backward."""

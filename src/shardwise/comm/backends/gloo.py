@@ -28,6 +28,7 @@ from shardwise.comm.buffers import (
     shares,
     slice_of,
 )
+from shardwise.comm.channel import Reasons
 from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, FlatSpan, Reduction, Then, Work
 from shardwise.comm.signature import in_words, mismatch, sign
 from shardwise.comm.summation import RankOrderSum
@@ -44,7 +45,7 @@ STAGING_BYTES = 16 * 2**20
 SMALL_BYTES = 32 * 2**10
 """Up to this size, an all_reduce sends everything to every peer, instead of a reduce-scatter and an all-gather."""
 AHEAD = 32
-"""How many collectives a peer may begin ahead of a rank that fails, which sends an abandon header for each."""
+"""How many collectives a peer may begin ahead of a rank that fails, which sends a header that says so for each."""
 
 
 class GlooCollectives(PrivateBuffers):
@@ -57,7 +58,7 @@ class GlooCollectives(PrivateBuffers):
         super().__init__(group.rank(), group.size(), "cpu", poison)
         self.process_group = group
         number = _made[group] = _made.get(group, 0) + 1
-        self._transport = _Transport(group, number, timedelta(seconds=timeout_s(group)), self.labels)
+        self._transport = _Transport(group, number, timedelta(seconds=timeout_s(group)), self.labels, Reasons(group))
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._left: list[_Post] = []
         """The messages of abandoned collectives, kept because gloo may still be sending them."""
@@ -154,11 +155,13 @@ class GlooCollectives(PrivateBuffers):
         post.wait_sent()
         while self._left:  # peers have left these collectives behind
             self._left.pop().wait_sent()
+        self._transport.reasons.forget()
         return functools.reduce(combine, said)
 
-    def abandon(self) -> None:
+    def abandon(self, reason: str = "") -> None:
         """Send every peer an abandon header, which says that this rank raised."""
         if self._transport.failure is None:  # else `fail` has told the peers
+            self._transport.reasons.tell(reason)
             self._left.append(self._post(sign("abandon")))
 
     def _post(self, signature: int, length: int = 0) -> _Post:
@@ -203,6 +206,7 @@ class _Transport:
     """Position of this `GlooCollectives` among all that were made for the process group."""
     timeout: timedelta
     labels: dict[int, str]
+    reasons: Reasons
     sequence: int = 0
     """Number of collectives so far."""
     failure: ShardwiseError | None = None
@@ -218,7 +222,8 @@ class _Transport:
         would run into their timeouts. Returns the error, to be raised."""
         if self.failure is None:
             self.failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model alive
-            header = torch.tensor([sign("abandon"), 0], dtype=torch.int64, device="cpu")
+            self.reasons.tell(f"{type(error).__name__}: {error}")
+            header = torch.tensor([sign("fail"), 0], dtype=torch.int64, device="cpu")
             messages = _last_messages.setdefault(self.group, [])
             messages.append(header)
             for sequence in range(self.sequence + 1, self.sequence + 1 + AHEAD):
@@ -307,7 +312,8 @@ class _Post:
             theirs = int(self._headers.numpy()[message.peer, 0])
             if theirs != self._signature:
                 transport = self._transport
-                raise transport.fail(mismatch(self._rank, self._signature, message.peer, theirs, transport.labels))
+                here, there = (self._rank, self._signature), (message.peer, theirs)
+                raise transport.fail(mismatch(*here, *there, transport.labels, transport.reasons.of))
 
     def _hear(self, header: Tensor, peer: int) -> _Message:
         transport = self._transport

@@ -220,9 +220,9 @@ class StreamCollectives(PrivateBuffers):
         """Exchange through the channel between hosts. Waits for no stream."""
         return self._channel.exchange(message, combine, label)
 
-    def abandon(self) -> None:
+    def abandon(self, reason: str = "") -> None:
         """Tell peers through the channel."""
-        self._channel.abandon()
+        self._channel.abandon(reason)
 
     def close(self) -> None:
         """Close the channel and the second communicator, if there is one."""

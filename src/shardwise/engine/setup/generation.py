@@ -58,7 +58,7 @@ class _Rounds:
         control = self._engine.control
         known = control.has_abandoned or isinstance(error, MismatchError | CollectiveTimeout)
         if self._others_wait and not known:
-            control.abandon()
+            control.abandon(error)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         """Return the inputs of the next round."""

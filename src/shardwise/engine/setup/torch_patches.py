@@ -20,6 +20,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
 
+from shardwise.engine.engine import tell_of_errors
 from shardwise.errors import UsageError
 from shardwise.modules.graph_breaks import leave_uncompiled
 from shardwise.offload.step_hook import put_last
@@ -204,7 +205,7 @@ def _post_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if owners is None:  # a step inside a step of the same optimizer (a subclass's) is over already
         owners = _owners(optimizer)
     for unit in owners:
-        unit.stepped()
+        unit.end_step()
     if owners:
         with_state.add(optimizer)
 
@@ -238,6 +239,7 @@ def _with_cut_state(load_state_dict: Callable[..., None]) -> Callable[..., None]
 
 def _with_leaves(run_backward: RunBackward) -> RunBackward:
     """Wrap the function that `torch.autograd.backward` and `torch.autograd.grad` both call, however they were imported.
+    Engines whose backward raises in it tell their peers the error.
     A sharded parameter among the inputs of `backward` then stands for the leaf that modules computed with. `grad`
     raises UsageError for one: it would return this rank's gradients, unreduced."""
 
@@ -254,9 +256,10 @@ def _with_leaves(run_backward: RunBackward) -> RunBackward:
     ) -> Any:
         of_inputs = _leaves if accumulate_grad else _no_parameter
         leaves = tuple(leaf for item in inputs for leaf in of_inputs(item))
-        return run_backward(
-            outputs, grads, retain_graph, create_graph, leaves, *args, accumulate_grad=accumulate_grad, **kwargs
-        )
+        with tell_of_errors():
+            return run_backward(
+                outputs, grads, retain_graph, create_graph, leaves, *args, accumulate_grad=accumulate_grad, **kwargs
+            )
 
     return run
 

@@ -87,6 +87,11 @@ class UnitCalls(Generic[U]):
         return bool(self._forward)
 
     @property
+    def want_backward(self) -> bool:
+        """Whether the outermost forward under way began in grad mode."""
+        return bool(self._forward) and self._forward[0].begin >= 0
+
+    @property
     def error(self) -> BaseException | None:
         """The exception that the innermost forward raised, or None. Only valid in its post-forward hook."""
         return self._forward[-1].error if self._forward else None

@@ -49,6 +49,9 @@ class Listener(Protocol):
     def on_gradient(self, unit: Unit, key: Key, grad: Tensor) -> None:
         """Called when autograd has computed this rank's gradient of a parameter."""
 
+    def on_step(self) -> None:
+        """Called when an optimizer's step has updated a unit."""
+
     def on_penalty(self, unit: Unit, key: Key, piece: Tensor) -> None:
         """Called when autograd has computed a gradient of the outer face of a parameter."""
 
@@ -189,8 +192,14 @@ class Unit:
             )
 
     def stepped(self) -> None:
-        """Called after an optimizer has updated the shards."""
+        """Called after this rank's shards were written."""
         self.parameters.stepped()
+
+    def end_step(self) -> None:
+        """Called at the end of an optimizer's step that updates the shards."""
+        self.stepped()
+        assert self.listener is not None
+        self.listener.on_step()
 
     def take_penalty(self, face: ShardedParameter, piece: Tensor) -> None:
         """Take the gradient of an outer face, from a penalty: a piece, the mean over the shard group. In backward."""

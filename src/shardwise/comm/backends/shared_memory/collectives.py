@@ -63,7 +63,7 @@ class ShmCollectives(NoStreams):
         self.labels: dict[int, str] = {}
         self._group = group
         self.process_group: dist.ProcessGroup | None = group
-        self._watch = Watch(group, timeout_s(group))
+        self._watch = Watch(group, timeout_s(group), self.labels)
         self._shared: dict[int, _SharedBuffer] = {}
         """By index, until the buffer is dropped or its last reference is gone."""
         self._held: dict[int, weakref.ref[Buffer]] = {}
@@ -77,8 +77,8 @@ class ShmCollectives(NoStreams):
         self._stages = stage.map(0, self.world_size, populate=False).view(self.world_size, 2, STAGE_BYTES)
         self._turns = Counter(stage.head, 0, self.world_size, self._watch)
         self._turn = 0
-        self._journal = Journal(stage.head, self.world_size, self.rank, self.world_size, self.labels)
-        self._watch.journal, self._watch.labels = self._journal, self.labels
+        self._journal = Journal(stage.head, self.world_size, self.rank, self.world_size)
+        self._watch.journal = self._journal
 
     @property
     def scratch_bytes(self) -> int:
@@ -101,7 +101,7 @@ class ShmCollectives(NoStreams):
         """Wait until no rank reads the contents of the buffer's last use."""
         shared = self._shared[buffer.index]
         shared.pending.wait()
-        shared.finished.wait(shared.uses, f"claim of buffer {buffer.index}")
+        shared.finished.wait(shared.uses, "claim")
 
     def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
         """Post that this rank's slices are written. The work waits until every rank has posted."""
@@ -112,11 +112,11 @@ class ShmCollectives(NoStreams):
         shared = self._shared[buffer.index]
         shared.finished.post(shared.uses)
         if self.poison:
-            shared.finished.wait(shared.uses, f"release of buffer {buffer.index}")
+            shared.finished.wait(shared.uses, "release")
             share = -(-buffer.bytes.numel() // self.world_size)
             buffer.bytes[self.rank * share : (self.rank + 1) * share].fill_(POISON_BYTE)
             shared.poisoned.post(shared.uses)
-            shared.poisoned.wait(shared.uses, f"release of buffer {buffer.index}")
+            shared.poisoned.wait(shared.uses, "release")
 
     def replace(self, buffer: Buffer) -> Buffer:
         """Return a new mapping of the buffer; put private memory with the same contents under the old views."""
@@ -218,11 +218,13 @@ class ShmCollectives(NoStreams):
                 said[rank] += row[_LENGTH_BYTES : _LENGTH_BYTES + max(0, held)].tobytes()
             if start + room >= max(lengths):
                 break
+        self._watch.reasons.forget()
         return functools.reduce(combine, said)
 
-    def abandon(self) -> None:
+    def abandon(self, reason: str = "") -> None:
         """Note it in the journal, which peers read while they wait."""
-        self._journal.write(sign("abandon"))
+        self._watch.reasons.tell(reason)
+        self._journal.write(sign("fail" if self._watch.has_failed else "abandon"))
 
     def close(self) -> None:
         """Forget every segment. Memory and file descriptors are freed with the last view of a buffer."""
@@ -280,13 +282,13 @@ class ShmCollectives(NoStreams):
         own = by_rank[self.rank]
         self._sum([parts[self.rank] for parts in by_rank], own[self.rank], op=op)
         shared.finished.post(use)
-        shared.finished.wait(use, op)
+        shared.finished.wait(use, "all_reduce")
         for rank, parts in enumerate(by_rank):
             if rank != self.rank:
                 own[rank].copy_(parts[rank])
         # The caller may write the tensor after this, so wait until no rank reads it.
         shared.finished.post(use + 1)
-        shared.finished.wait(use + 1, op)
+        shared.finished.wait(use + 1, "all_reduce")
 
 
 def _forget(collectives: weakref.ref[ShmCollectives], index: int, address: int, _: object) -> None:

@@ -13,7 +13,8 @@ import time
 from typing import TYPE_CHECKING
 
 from shardwise.comm.backends.shared_memory.segment import LINE_BYTES, exchange
-from shardwise.comm.signature import in_words, mismatch
+from shardwise.comm.channel import Reasons
+from shardwise.comm.signature import in_words, mismatch, sign
 from shardwise.errors import CollectiveTimeout, ShardwiseError
 from shardwise.liveness import birth
 
@@ -36,11 +37,11 @@ JOURNAL_LINES = 1 + _KEPT // _WORDS
 class Watch:
     """Waits for peers, but not forever: until a timeout, or until a peer's process has ended."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        """Every rank must call this."""
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, labels: Mapping[int, str]) -> None:
+        """Every rank must call this. `labels`: in words, for error messages."""
         self.rank = group.rank()
-        self.labels: Mapping[int, str] = {}
-        """The labels in words, for error messages."""
+        self.labels = labels
+        self.reasons = Reasons(group)
         self.journal: Journal | None = None
         """Compared with the peers' journals while a peer is late. None until it is set."""
         self._timeout_s = timeout_s
@@ -48,13 +49,27 @@ class Watch:
         """The error of the first wait that failed, or None."""
         self.births = [(pid, born) for pid, born in exchange(group, [os.getpid(), birth(os.getpid())])]
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a wait failed, so that this rank takes part in nothing any more."""
+        return self._failure is not None
+
     def fail(self, error: ShardwiseError) -> ShardwiseError:
         """Remember an error that later waits raise at once, since ranks are out of step. Returns it, to be raised."""
         self._failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model alive
         return error
 
+    def mismatch(self, own: int, peer: int, theirs: int) -> ShardwiseError:
+        """Return the error for a peer that came to the same point with another signature."""
+        return mismatch(self.rank, own, peer, theirs, self.labels, self.reasons.of)
+
+    def first_difference(self) -> ShardwiseError | None:
+        """Return the error for the first call that a peer made otherwise, or None, as far as journals tell."""
+        found = None if self.journal is None else self.journal.difference()
+        return None if found is None else self.mismatch(*found)
+
     def until(self, ready: Callable[[], bool], peer: int, op: str | int) -> None:
-        """Wait until `ready()`. `op`: the purpose, in words or as a signature.
+        """Wait until `ready()`. `op`: the signature of the call; its name if the journal does not have it.
 
         Raises:
             CollectiveTimeout: `peer` was not ready in time, or any process of the group has ended.
@@ -78,11 +93,14 @@ class Watch:
                 self._look(ready, peer, op, now - start)
 
     def _look(self, ready: Callable[[], bool], peer: int, op: str | int, waited_s: float) -> None:
-        what = op if isinstance(op, str) else in_words(op, self.labels)
-        if self.journal is not None:  # first: a peer that found it before may have exited
-            difference = self.journal.difference()
-            if difference is not None:
-                raise self.fail(difference)
+        what = f"{op} of a buffer" if isinstance(op, str) else in_words(op, self.labels)
+        difference = self.first_difference()  # first: a peer that found it before may have exited
+        if difference is not None:
+            raise self.fail(difference)
+        if isinstance(op, str) and self.journal is not None:
+            passed = self.journal.next_of(peer)
+            if passed is not None and not ready():  # it does this before that call, or never
+                raise self.fail(self.mismatch(sign(op), peer, passed))
         gone = [rank for rank, (pid, born) in enumerate(self.births) if birth(pid) != born]
         if gone and not ready():  # it may have posted before it exited
             raise self.fail(CollectiveTimeout(f"{what} on rank {self.rank}: the process of rank {gone[0]} is gone."))
@@ -117,7 +135,8 @@ class Counter:
         return all(self._head[word] >= value for _, word in self._peers)
 
     def wait(self, value: int, op: str | int) -> None:
-        """Wait until every rank has posted at least `value`. If `op` is a signature, compare it with the peers'.
+        """Wait until every rank has posted at least `value`. `op`: as for `Watch.until`; peers' signatures are compared
+        with it.
 
         Raises:
             CollectiveTimeout: a rank did not post in time, or its process ended.
@@ -129,7 +148,7 @@ class Counter:
                 self._watch.until(lambda word=word: head[word] >= value, peer, op)  # type: ignore[misc]
             if type(op) is int and head[word + 1 + value % 2] != op:
                 theirs = head[word + 1 + value % 2]
-                raise self._watch.fail(mismatch(self._watch.rank, op, peer, theirs, self._watch.labels))
+                raise self._watch.fail(self._watch.first_difference() or self._watch.mismatch(op, peer, theirs))
 
 
 class Journal:
@@ -139,15 +158,12 @@ class Journal:
     journals.
     """
 
-    def __init__(
-        self, head: memoryview, first_line: int, rank: int, world_size: int, labels: Mapping[int, str]
-    ) -> None:
+    def __init__(self, head: memoryview, first_line: int, rank: int, world_size: int) -> None:
         """Use a segment's cache lines from `first_line` on: JOURNAL_LINES for each rank."""
         self._head = head
         self._first = first_line * _WORDS
         self._rank = rank
         self._world_size = world_size
-        self._labels = labels
         self._count = 0
 
     def write(self, signature: int) -> None:
@@ -157,8 +173,9 @@ class Journal:
         self._count += 1
         self._head[start] = self._count
 
-    def difference(self) -> ShardwiseError | None:
-        """Return the error for a peer that made another call where both ranks have been, or None. Does not wait."""
+    def difference(self) -> tuple[int, int, int] | None:
+        """Return this rank's signature, a peer, and the other signature that it made in the same place; None if all
+        made the same ones where both ranks have been. Does not wait."""
         own = self._start(self._rank) + _WORDS
         for peer in range(self._world_size):
             theirs = self._start(peer) + _WORDS
@@ -169,8 +186,14 @@ class Journal:
             for position in range(first, min(counts)):
                 mine, other = (self._head[start + position % _KEPT] for start in (own, theirs))
                 if mine != other:
-                    return mismatch(self._rank, mine, peer, other, self._labels)
+                    return mine, peer, other
         return None
+
+    def next_of(self, peer: int) -> int | None:
+        """Return the signature of the call that a peer made after as many as this rank has made; None if none."""
+        theirs = self._start(peer) + _WORDS
+        count = self._head[theirs - _WORDS]
+        return self._head[theirs + self._count % _KEPT] if count > self._count else None
 
     def _start(self, rank: int) -> int:
         return self._first + rank * JOURNAL_LINES * _WORDS
