@@ -14,7 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 BENCHMARKS = {
-    "steps": ("peers", "overhead", "overhead_pairs", "launches", "initialisation"),
+    "steps": ("peers", "overhead", "overhead_pairs", "launches", "initialisation", "abandoned"),
     "checkpoints": ("checkpoint", "async_save"),
     "plans": ("planner", "planner_here", "planner_search", "planner_speed", "exposed", "exposed_changes"),
     "less_memory": ("offload", "offload_15b", "less_state", "few_bits", "lora_memory", "whole_matrix"),

@@ -372,10 +372,10 @@ class Engine:
 
         If the root is only a container (of a GAN's two halves), all calls up to a backward make one step."""
         leave_uncompiled()
+        self.saved.drain()
         self.clear_up()
         self.unsharder.begin(self.units)
         self.loans.hide_stale()
-        self.saved.drain()
         if unit is self.root:
             self._ahead_of_backward = 0
         if torch.is_grad_enabled():  # else a rank may be evaluating alone

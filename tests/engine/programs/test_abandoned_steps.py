@@ -3,158 +3,41 @@ and the message names that rank and its exception. Where all ranks abandon the s
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.errors import CollectiveTimeout, MismatchError
 from tests.comm.nccl_double import doubled
-from tests.engine.cases import Case, collectives
-from tests.engine.rig import Net, batch, on_ranks, seeded
+from tests.engine.abandoned import LATE, SEEN, STRATEGIES, TRANSPORTS, UNSEEN, said, train
+from tests.engine.rig import Net, on_ranks, seeded
 
-
-class BadRow(Exception):
-    """The error of a script's own code."""
-
-
-def fail(*_: Any) -> None:
-    raise BadRow("row 7")
-
-
-@contextlib.contextmanager
-def hooked(register: Callable[..., Any], **options: Any) -> Iterator[None]:
-    handle = register(fail, **options)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        fail()
-        return grads[0]
-
-
-class Step:
-    """A step of a script that catches its errors and goes on with the next batch."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-
-    def __call__(self, x: Tensor, fails_at: str | None) -> bool:
-        """Take a step, which raises at a place if one is given. Returns whether it came to its end."""
-        try:
-            with self.failing(fails_at):
-                self.take(x, fails_at)
-        except BadRow:
-            return False
-        finally:
-            self.optimizer.zero_grad()
-        return True
-
-    def take(self, x: Tensor, fails_at: str | None) -> None:
-        micro = x.chunk(3)
-        for index, part in enumerate(micro):
-            is_last = index == len(micro) - 1
-            with contextlib.nullcontext() if index == 1 or is_last else sw.no_sync(self.model):
-                place = {0: "no_sync ", 1: "accumulation "}.get(index, "")
-                with self.failing(
-                    fails_at.removeprefix(place) if place and (fails_at or "").startswith(place) else None
-                ):
-                    self.micro_step(part, fails_at == place + "loss", fails_at == place + "backward")
-        if fails_at == "before the step":
-            fail()
-        self.optimizer.step()
-
-    def micro_step(self, x: Tensor, loss_fails: bool, backward_fails: bool) -> None:
-        output = self.model(x)
-        if loss_fails:
-            fail()
-        if backward_fails:
-            output = _Fails.apply(output)
-        (output.square().mean() / 3).backward()
-
-    @contextlib.contextmanager
-    def failing(self, place: str | None) -> Iterator[None]:
-        model: Any = self.model
-        hooks = {
-            "first hook": (model.register_forward_pre_hook, {"prepend": True}),
-            "pre-hook": (model.register_forward_pre_hook, {}),
-            "unit's pre-hook": (model.blocks[1].register_forward_pre_hook, {}),
-            "unit": (model.blocks[1].up.register_forward_hook, {}),
-            "unit's end": (model.blocks[1].register_forward_hook, {}),
-            "end": (model.register_forward_hook, {}),
-            "unit's backward": (model.blocks[1].up.register_full_backward_hook, {}),
-            "post-accumulate hook": (model.leave.weight.register_post_accumulate_grad_hook, {}),
-            "optimizer's pre-hook": (self.optimizer.register_step_pre_hook, {}),
-            "optimizer's post-hook": (self.optimizer.register_step_post_hook, {}),
-        }
-        with contextlib.nullcontext() if place not in hooks else hooked(hooks[place][0], **hooks[place][1]):
-            yield
-
-
-SEEN = [
-    *("first hook", "pre-hook", "unit's pre-hook", "unit", "unit's end", "backward", "unit's backward"),
-    *("no_sync unit", "no_sync backward", "accumulation unit", "accumulation backward", "post-accumulate hook"),
-]
-"""Places where an exception passes through the engine, which then names it."""
-UNSEEN = ["end", "loss", "no_sync loss", "accumulation loss"]
-LATE = ["before the step", "optimizer's pre-hook", "optimizer's post-hook"]
-"""Places after the gradients are complete: the other rank ends its step, which is whole, and raises in the next."""
+SKIPS = "a batch that one rank skips, all must skip"
 SAID = {
     **dict.fromkeys(SEEN, "BadRow: row 7"),
-    **dict.fromkeys(UNSEEN, "as when the loss raises|a batch that one rank skips, all must skip"),
-    **dict.fromkeys(LATE, r"rank \d took an optimizer step|a batch that one rank skips, all must skip"),
+    **dict.fromkeys(UNSEEN, f"as when the loss raises|{SKIPS}"),
+    "interrupt": "rank 1 raised an error|all must skip",
+    **dict.fromkeys(LATE, rf"rank \d took an optimizer step|{SKIPS}"),
 }
 
 
-def train(model: nn.Module, place: str, by_rank: int | None = None) -> tuple[int, Exception | None]:
-    """Take four steps, of which a rank abandons the second at a place. Returns the number of steps that came to their
-    end on this rank, and the error that the engine raised, if any."""
-    step = Step(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    ended = 0
-    for index in range(4):
-        fails = index == 1 and by_rank in (None, dist.get_rank())
-        try:
-            ended += step(batch(index, None, 6, 4), place if fails else None)
-        except (MismatchError, CollectiveTimeout) as error:
-            return ended, error
-    return ended, None
-
-
-def check(model: nn.Module, place: str) -> None:
-    begun = time.monotonic()
-    ended, error = train(model, place, by_rank=1)
-    assert time.monotonic() - begun < 20
-    assert error is not None, "a rank went on to the end"
+def check(place: str, ended: int, error: str) -> None:
+    assert error, "a rank went on to the end"
     assert ended == (2 if place in LATE and dist.get_rank() != 1 else 1)
-    assert re.search(SAID[place], str(error)), str(error)
-    assert "rank 1" in str(error)
-    dist.barrier()  # none leaves before the others have heard
+    assert re.search(SAID[place], error), error
+    assert "rank 1" in error
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("place", SAID)
 @on_ranks(2, timeout_s=30)
 def test_where_one_rank_abandons_its_step_every_rank_raises(place: str, strategy: str, transport: str) -> None:
-    with collectives(transport):
-        model = sw.shard(seeded(Net), strategy)
-    check(model, place)
+    begun = time.monotonic()
+    check(place, *said(place, strategy, transport))
+    assert time.monotonic() - begun < 20  # not the group's timeout
 
 
 @pytest.mark.parametrize("place", SAID)
@@ -162,20 +45,19 @@ def test_where_one_rank_abandons_its_step_every_rank_raises(place: str, strategy
 def test_over_streams_hosts_tell_each_other(place: str) -> None:
     """With one strategy: where ranks' collectives differ, the double waits on the host, as no device would."""
     with doubled():
-        check(sw.shard(seeded(Net), "no_shard"), place)
+        ended, error = train(sw.shard(seeded(Net), "no_shard"), place, by_rank=1)
+    check(place, ended, str(error or ""))
 
 
 @pytest.mark.parametrize("place", ["unit", "backward", "loss", "before the step"])
 @on_ranks(4, timeout_s=30)
 def test_replicas_of_shards_raise_too(place: str) -> None:
-    check(Case("hybrid_shard", 4).shard(seeded(Net)), place)
+    check(place, *said(place, "hybrid_shard", "shm"))
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("place", SAID)
 @on_ranks(2, timeout_s=30)
 def test_what_all_ranks_abandon_leaves_training_as_it_was(place: str, strategy: str, transport: str) -> None:
-    with collectives(transport):
-        model = sw.shard(seeded(Net), strategy)
-    assert train(model, place) == (3, None)
+    assert said(place, strategy, transport, by_rank=None) == (3, "")
