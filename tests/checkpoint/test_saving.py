@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import verify
-from shardwise.errors import CheckpointError, UsageError
+from shardwise.errors import CheckpointError, MismatchError, UsageError
 from tests.checkpoint.states import build, everything, same, step
 from tests.engine.cases import Case
 from tests.engine.rig import Net, adamw, on_ranks, squares
@@ -225,3 +225,15 @@ def test_what_cannot_be_replaced_is_told_on_every_rank(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be replaced in one step; save to another URL"):
         sw.checkpoint.save("memory://c", model, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_ranks_at_different_steps_save_nothing(tmp_path: Path, strategy: str) -> None:
+    model, optimizer = build(Case(strategy, 2))
+    squares(model, torch.ones(5, 4)).backward()
+    if dist.get_rank() == 0:
+        optimizer.step()
+    with pytest.raises(MismatchError, match=r"before sw\.checkpoint\.save: rank 0 took an optimizer step, rank 1 did"):
+        sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    assert not list(tmp_path.iterdir())

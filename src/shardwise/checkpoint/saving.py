@@ -30,6 +30,7 @@ from shardwise.checkpoint.publish.writing import Writing, check_arguments, publi
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
 from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
 from shardwise.checkpoint.staging import StagingBuffer
+from shardwise.engine.control import Moment
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engines_of, shard_stores
 from shardwise.engine.setup.module_methods import give_up_interrupted
@@ -84,8 +85,8 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     Raises:
         CheckpointError: `path` exists (with `overwrite`: and is not a checkpoint), it cannot be written, or not all
             ranks see it; or the previous asynchronous save failed, and nothing else was done. UsageError: something
-            cannot be saved. MismatchError: ranks want to save different things. Every rank raises, whichever failed;
-            `path` is then as it was before.
+            cannot be saved. MismatchError: ranks want to save different things, or are at different steps. Every rank
+            raises, whichever failed; `path` is then as it was before.
 
     No weights travel between ranks: each writes the byte ranges of its own fragments, and replicas share the work.
     """
@@ -94,6 +95,8 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     engines = engines_of(model)
     peers = Peers(mesh_of(engines))
     wait_for_last_save(peers)
+    for engine in engines:
+        engine.control.agree(Moment.SAVE)  # a rank may have skipped its last optimizer step
     with peers.together("the checkpoint cannot be saved"):
         check_arguments(step, extra, max_file_bytes)
         _check_ready(engines, optimizer, asynchronous)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NoReturn
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
@@ -223,7 +224,9 @@ class Reasons:
     """Why ranks of a group raised: kept in the group's store, and read only to word an error."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._store = PrefixStore("shardwise/raised", store_of(group))
+        """Every rank must call this, in the same order as its other uses of the group."""
+        number = _reasons[group] = _reasons.get(group, 0) + 1
+        self._store = PrefixStore(f"shardwise/raised/{number}", store_of(group))
         self._rank = group.rank()
         self._is_told = False
 
@@ -246,6 +249,8 @@ class Reasons:
         return ""
 
 
+_reasons: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""By group: number of `Reasons` made so far, which is the same on each of its ranks."""
 _made: dict[str, int] = {}
 """By group of ranks: the number of channels made so far, which is the same on each of its ranks."""
 

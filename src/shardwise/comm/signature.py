@@ -47,7 +47,7 @@ def sign(op: str, label: int = 0, *what: object) -> int:
 def in_words(signature: int, labels: Mapping[int, str]) -> str:
     """Return a signature's purpose in words: those of its label, or the op if there is none."""
     label, op = _parts(signature)
-    return labels.get(label, op) if label else op
+    return labels.get(label, op) if label else f"the {op} of a buffer" if op in {"claim", "release"} else op
 
 
 def quoted(reason: str) -> str:
@@ -85,9 +85,10 @@ def mismatch(
             f"rank {peer} and rank {rank} are both at {here}, but with different sizes or dtypes: every rank must "
             "build the same model and call it in the same way."
         )
+    causes = {who: reason for who, reason in reasons.items() if reason and reason.split(":")[0] not in _CONSEQUENCES}
     return MismatchError(
         f"ranks do different things: rank {rank} is at {here}, rank {peer} at {there}"
-        + "".join(f", rank {who} raised {quoted(reason)} before" for who, reason in reasons.items() if reason)
+        + "".join(f", rank {who} raised {quoted(reason)} before" for who, reason in causes.items())
         + f". {SAME_ORDER}"
     )
 

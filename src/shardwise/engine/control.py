@@ -40,6 +40,7 @@ class Moment(enum.IntEnum):
     UNIT_REDUCED = 4
     ROUND_OF_GENERATE = 5
     """Ranks only tell each other whether they have finished."""
+    SAVE = 6
 
 
 class Alone(enum.IntEnum):
@@ -59,6 +60,7 @@ _MOMENTS = {
     Moment.BY_HAND: "the end of sw.unshard",
     Moment.UNIT_REDUCED: "a unit's step in backward",
     Moment.ROUND_OF_GENERATE: "a round of generate",
+    Moment.SAVE: "sw.checkpoint.save",
 }
 
 
