@@ -48,6 +48,11 @@ def mismatch(rank: int, own: int, peer: int, theirs: int, labels: Mapping[int, s
             f"rank {peer} raised an error instead of taking part in {here}, for which rank {rank} waits: see rank "
             f"{peer}'s error."
         )
+    if _parts(own)[1] == OPS[0]:
+        return MismatchError(
+            f"rank {rank} raised an error where rank {peer} went on to {there}, and then called the model again: ranks "
+            "are out of step. Catch an error and go on only where every rank does."
+        )
     if here == there == "allocate":
         return MismatchError(
             f"rank {peer} and rank {rank} both allocate buffers, but of different sizes: every rank must build the "

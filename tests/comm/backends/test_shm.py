@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardwise.comm.protocol import Buffer, BufferKind, Collectives, FlatSpan, Reduction, Work
-from shardwise.errors import CollectiveTimeout, MismatchError
+from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError
 from tests.comm.naive import collectives
 from tests.ranks import RankPool, RankPools
 
@@ -173,6 +173,19 @@ def other_order() -> str:
     return "nothing was noticed"
 
 
+def one_goes_on_after_an_error() -> str:
+    """Have rank 0 raise, catch that and call another collective than its peer, which never came to the error."""
+    comm = collectives("shm")
+    comm.labels.update({1: "the gather of one", 2: "the gather of two"})
+    one, two = (comm.allocate(400 * comm.world_size, BufferKind.GATHER) for _ in range(2))
+    if comm.rank == 0:
+        comm.abandon()
+    mine = one if comm.rank else two
+    with pytest.raises(ShardwiseError) as caught:
+        comm.all_gather(mine, (FlatSpan(0, 400),), label=mine.index + 1).wait()
+    return str(caught.value)
+
+
 def another_collective(what: str) -> str:
     comm = collectives("shm")
     gather_buffer, reduce_buffer = (comm.allocate(2400, kind) for kind in BufferKind)
@@ -287,6 +300,12 @@ def test_ranks_that_wait_for_one_another_at_different_buffers_are_told_apart_at_
     messages = ranks(2).run(other_order)
     assert time.monotonic() - start < 20
     assert all("the gather of one" in message and "the gather of two" in message for message in messages), messages
+
+
+def test_a_rank_that_goes_on_alone_after_an_error_is_named(ranks: RankPools) -> None:
+    own, other = ranks(2).run(one_goes_on_after_an_error)
+    assert own.startswith("rank 0 raised an error where rank 1 went on to the gather of one, and then called")
+    assert other.startswith("rank 0 raised an error instead of taking part in the gather of one, for which rank 1")
 
 
 @pytest.mark.parametrize("what", ["sizes", "dtypes", "ops", "spans", "reductions", "allocate"])
