@@ -36,7 +36,7 @@ sys.modules["shardwise.train.trainer"] = module
 
 
 HEARS_HANGUPS = ("env", "--default-signal=HUP")
-"""Put before a command: it hears SIGHUP even if these tests run under `nohup`, which all their processes would inherit."""
+"""Put before a command: it hears SIGHUP, also if the tests themselves run under `nohup`, which children inherit."""
 
 
 @dataclass

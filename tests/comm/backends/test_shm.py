@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +16,7 @@ import torch
 
 from shardwise.comm.protocol import Buffer, BufferKind, Collectives, FlatSpan, Reduction, Work
 from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError
+from shardwise.liveness import birth
 from tests.comm.naive import collectives
 from tests.ranks import RankPool, RankPools
 
@@ -321,6 +324,24 @@ def test_a_dead_peer_is_named_at_once() -> None:
     """And whatever is waited for after that, too."""
     with RankPool(3) as pool, pytest.raises(CollectiveTimeout, match=r"(all_gather on rank \d: the process.*){4}"):
         pool.run(one_dies)
+
+
+def waits_for_a_child() -> str:
+    """Have rank 0 take a child of its own, which exits, for the process of rank 1, which does not come."""
+    comm = collectives("shm")
+    if comm.rank == 0:
+        child = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(3)"])
+        comm._watch.births[1] = child.pid, birth(child.pid)
+        with pytest.raises(CollectiveTimeout) as caught:
+            comm.barrier()
+        child.wait()
+        return str(caught.value)
+    return ""
+
+
+def test_how_a_peer_ended_is_said_where_it_is_known(ranks: RankPools) -> None:
+    said, _ = ranks(2).run(waits_for_a_child)
+    assert said == "barrier on rank 0: the process of rank 1 exited with status 3."
 
 
 def test_a_late_peer_is_named(ranks: RankPools) -> None:

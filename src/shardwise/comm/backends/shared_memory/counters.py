@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from shardwise.comm.backends.shared_memory.segment import LINE_BYTES, exchange
 from shardwise.comm.signature import in_words, mismatch
 from shardwise.errors import CollectiveTimeout, ShardwiseError
-from shardwise.liveness import birth
+from shardwise.liveness import birth, ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -83,9 +83,10 @@ class Watch:
             difference = self.journal.difference()
             if difference is not None:
                 raise self.fail(difference)
-        gone = [rank for rank, (pid, born) in enumerate(self.births) if birth(pid) != born]
-        if gone and not ready():  # it may have posted before it exited
-            raise self.fail(CollectiveTimeout(f"{what} on rank {self.rank}: the process of rank {gone[0]} is gone."))
+        for rank, (pid, born) in enumerate(self.births):
+            if birth(pid) != born and not ready():  # it may have posted before it exited
+                ended = f"the process of rank {rank} {ending(pid, born)}"
+                raise self.fail(CollectiveTimeout(f"{what} on rank {self.rank}: {ended}."))
         if waited_s > self._timeout_s:
             raise self.fail(
                 CollectiveTimeout(
