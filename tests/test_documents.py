@@ -154,6 +154,7 @@ def test_the_loop_that_the_readme_prints() -> None:
     loop = next(block for block in blocks("README.md", "python"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", lambda backend: None)  # there is one
+        patch.setattr(dist, "destroy_process_group", lambda: None)  # and others need it
         exec(compile(loop, "README.md", "exec"), names)
     weights: Any = names["weights"]
     assert weights.keys() == before.keys()

@@ -200,6 +200,7 @@ def work(name: str, side: str) -> None:
         SCRIPTS[name](side == "shardwise", clock, Path(directory))
     if dist.get_rank() == 0:
         print(json.dumps(clock.report()))
+    dist.destroy_process_group()
 
 
 # Both in turn ---------------------------------------------------------------------------------------------------------

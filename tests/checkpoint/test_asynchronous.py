@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -291,7 +292,8 @@ def test_a_program_that_waits_ends_with_the_failure(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_ends_the_others_wait(ranks: RankPools, tmp_path: Path) -> None:
     with pytest.raises(RanksHung, match="rank 1 is gone"):
         ranks(2).run(_die, tmp_path, timeout_s=30)
-    assert (tmp_path / "heard").read_text().endswith("failed: the process of rank 1 is gone")
+    heard = (tmp_path / "heard").read_text()
+    assert re.search(r"failed: the process of rank 1 (is gone|was killed by SIGKILL; the machine may.*)$", heard)
     assert latest(tmp_path) is None
 
 

@@ -35,6 +35,10 @@ sys.modules["shardwise.train.trainer"] = module
 """
 
 
+HEARS_HANGUPS = ("env", "--default-signal=HUP")
+"""Put before a command: it hears SIGHUP, also if the tests themselves run under `nohup`, which children inherit."""
+
+
 @dataclass
 class Started:
     """A command that is running."""
@@ -81,7 +85,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         path = os.pathsep.join([str(stand_in), os.environ.get("PYTHONPATH", "")])
         clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
         process = subprocess.Popen(
-            [sys.executable, "-c", f"{setup}\nfrom shardwise.cli.main import main\nmain()", *arguments],
+            [*HEARS_HANGUPS, sys.executable, "-c", f"{setup}\nfrom shardwise.cli.main import main\nmain()", *arguments],
             cwd=tmp_path,
             env={**clean, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "SCENARIO": scenario, **environment},
             stdout=subprocess.PIPE,

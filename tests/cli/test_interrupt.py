@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from shardwise.checkpoint import latest, verify
 from shardwise.cli.process.launch import STOPPING
 from shardwise.train import trainer
 from shardwise.train.config.files import load
+from tests.cli.conftest import HEARS_HANGUPS
 from tests.ranks import RankPools
 
 pytest.importorskip("transformers")
@@ -74,11 +75,13 @@ def start() -> Iterator[Start]:
     """Return a function that starts a command and waits until the run has taken three steps."""
     started: list[subprocess.Popen[str]] = []
 
-    def start_(*command: str, output: int = subprocess.PIPE, **environment: str) -> subprocess.Popen[str]:
+    def start_(
+        *command: str, output: int = subprocess.PIPE, under: Sequence[str] = HEARS_HANGUPS, **environment: str
+    ) -> subprocess.Popen[str]:
         path = os.pathsep.join([str(Path("slow").absolute()), os.environ.get("PYTHONPATH", "")])
         clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
         process = subprocess.Popen(
-            [sys.executable, *command],
+            [*under, sys.executable, *command],
             env={**clean, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment},
             stdout=output,
             stderr=output,
@@ -151,6 +154,20 @@ def test_a_run_whose_terminal_is_closed_is_saved(start: Start) -> None:
         time.sleep(0.05)
     assert process.wait(60) == 130
     saved_where_it_ended()
+
+
+def test_a_hangup_does_not_end_a_run_under_nohup(start: Start) -> None:
+    """Neither in its launcher nor in its ranks, to which the shell sends it too."""
+    process = start("-c", LAUNCHER, "train", "tiny.toml", "train.steps=60", under=("nohup",))
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(ranks) == 2
+    for pid in (process.pid, *map(int, ranks)):
+        os.kill(pid, signal.SIGHUP)
+    assert len(steps()) < 60
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    assert steps() == list(range(1, 61))
+    assert Path("runs/tiny/final/model.safetensors").exists()
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
             ["config.json", "--micro-batch", "two"],
             "--micro-batch two: must be whole numbers of at least 1, separated by commas",
         ),
-        (["config.json", "--strategy", "zero3"], "unknown strategy 'zero3'"),
+        (["config.json", "--strategy", "zero4"], "unknown strategy 'zero4'; did you mean 'zero3'? must be one of"),
         (
             ["config.json", "--offload", "disk"],
             "offload='disk': must be params=PLACE, optimizer=PLACE, gradients=PLACE, step=PLACE, or",

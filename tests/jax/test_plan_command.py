@@ -32,7 +32,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the command says of a model on 16 devices, of which eight share a copy; and its "page"."""
     path = tmp_path_factory.mktemp("plan") / "config.json"
     path.write_text(json.dumps(CONFIG))
-    settings = ["--strategy", "hybrid_shard", "--activation-checkpointing", "full", "--accumulation", "2"]
+    settings = ["--strategy", "hsdp", "--activation-checkpointing", "full", "--accumulation", "2"]
     where = ["--gpus", "8", "--nodes", "2", "--seq-len", str(SEQ_LEN)]
     page = path.with_name("page.html")
     with contextlib.redirect_stdout(io.StringIO()) as said:

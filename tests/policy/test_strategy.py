@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import shardwise as sw
 from shardwise.errors import ConfigError
-from shardwise.policy.strategy import Strategy
+from shardwise.policy.strategy import OTHER_NAMES, Strategy
 
 NAMES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2")
 
@@ -20,6 +21,13 @@ def test_every_promised_name_parses() -> None:
         assert strategy is Strategy.parse(strategy) is getattr(sw.Strategy, name.upper())
 
 
+def test_the_fields_names_are_taken() -> None:
+    theirs = {name: Strategy.parse(name).value for name in ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")}
+    assert theirs == dict(zip(theirs, (*NAMES[:4], "full_shard", "hybrid_shard"), strict=True)) == OTHER_NAMES
+    model = sw.shard(torch.nn.Linear(2, 2), "zero3")
+    assert "full_shard" in str(sw.describe(model))
+
+
 @pytest.mark.parametrize(
     ("asked", "nearest"),
     [
@@ -27,6 +35,7 @@ def test_every_promised_name_parses() -> None:
         ("FULL_SHARD", "full_shard"),
         ("hybrid", "hybrid_shard"),
         ("shard_grad", "shard_grad_op"),
+        ("ZeRO-3", "zero3"),
     ],
 )
 def test_a_wrong_name_is_told_the_nearest(asked: str, nearest: str) -> None:

@@ -239,7 +239,7 @@ REFUSED: dict[str, Callable[[ShardedParameter], Any]] = {
     "max_dim": lambda p: p.max(dim=0),
     "sum_dim": lambda p: p.sum(dim=0),
     "norm_dim": lambda p: p.norm(dim=1),
-    "std": lambda p: p.std(),
+    "std_dim": lambda p: p.std(dim=0),
     "negative_order": lambda p: torch.linalg.vector_norm(p, -1),
     "set_row": lambda p: p.detach().__setitem__(0, 1.0),
     "new_zeros": lambda p: p.new_zeros(4, 6),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.foreign import with_settings
-from shardwise.cli.plan_options import CALIBRATED, Options, numbers_of, words_of
+from shardwise.cli.plan_options import CALIBRATED, Options, numbers_of, strategies_of, words_of
 from shardwise.cli.process.exit import Exit
 from shardwise.cli.searching import Searching
 from shardwise.errors import PlanError, UserError
@@ -91,7 +91,7 @@ def _asked_of_jax(options: Options) -> "Asked":
     hardware = find_device(options.gpu or USUAL_GPU)
     between = find_interconnect(options.interconnect or hardware.interconnect)
     choices: dict[str, Sequence[Any]] = {
-        "strategy": words_of("--strategy", options.strategy) or ["full_shard"],
+        "strategy": strategies_of(options.strategy) or ["full_shard"],
         "shard_group": numbers_of("--shard-group", options.shard_group) or [None],
         "micro_batch": numbers_of("--micro-batch", options.micro_batch) or [1],
         "accumulation": numbers_of("--accumulation", options.accumulation) or [1],

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.errors import PlanError
+from shardwise.policy.strategy import Strategy
 
 CALIBRATED = Path("hardware.toml")
 """Default of `--output` of a calibration."""
@@ -45,7 +46,9 @@ class _ClusterOptions:
 class _RunOptions:
     """Options about the training. If an option has several values, the search tries all of them."""
 
-    strategy: Annotated[Text, _option("One or several strategies, such as full_shard,hybrid_shard. [searched]")] = None
+    strategy: Annotated[
+        Text, _option("One or several strategies, such as full_shard,hybrid_shard or zero3,hsdp. [searched]")
+    ] = None
     shard_group: Annotated[Text, _option("Number of ranks that share one copy, for hybrid strategies. [searched]")] = (
         None
     )
@@ -163,7 +166,7 @@ class Options(_RunOptions, _ClusterOptions):
             "gpus_per_node": self.gpus,
             "nodes": self.nodes,
             "interconnect": self.interconnect,
-            "strategy": words_of("--strategy", self.strategy),
+            "strategy": strategies_of(self.strategy),
             "shard_group": numbers_of("--shard-group", self.shard_group),
             "micro_batch": numbers_of("--micro-batch", self.micro_batch),
             "accumulation": numbers_of("--accumulation", self.accumulation),
@@ -200,6 +203,12 @@ def words_of(option: str, given: str | None) -> list[str] | None:
     if not words:
         raise PlanError(f"{option} {given!r} has no values: give one or several, separated by commas, or leave it out")
     return words
+
+
+def strategies_of(given: str | None) -> list[str] | None:
+    """Read `--strategy` as `words_of` does, in our names. Raises ConfigError for a name that no strategy has."""
+    words = words_of("--strategy", given)
+    return None if words is None else list(dict.fromkeys(Strategy.parse(word).value for word in words))
 
 
 def numbers_of(option: str, given: str | None) -> list[int] | None:

@@ -71,7 +71,7 @@ def mismatch(
             f"waits. {ALL_OR_NONE}"
         )
     if _parts(own)[1] == "abandon":
-        return CollectiveTimeout(
+        return MismatchError(
             f"rank {rank} raised {quoted(reasons[rank])} and went on, while rank {peer} was at {there}. {ALL_OR_NONE}"
         )
     if here == there == "allocate":

@@ -101,7 +101,7 @@ class BackwardSteps:
             return
         if unit in self._stepped:
             raise UsageError(
-                f"gradients of unit {unit.fqn!r} came after this backward had already stepped it, as they do from "
+                f"gradients of {unit} came after this backward had already stepped it, as they do from "
                 "checkpoint(use_reentrant=True), which hides its graphs: pass use_reentrant=False"
             )
         if not self._stepped:
@@ -156,11 +156,11 @@ class BackwardSteps:
     def check(self) -> None:
         """Raise UsageError if a backward raised after it had updated some units, and not all weights were written
         since."""
-        torn = [unit.fqn for unit, version in self._torn.items() if unit.version == version]
+        torn = [unit for unit, version in self._torn.items() if unit.version == version]
         if torn:
             raise UsageError(
                 "a backward raised after some units had taken their step in it (sw.optimizer_in_backward), and the "
-                f"weights of unit {torn[0]!r} have not been replaced since: units and ranks are at different steps. "
+                f"weights of {torn[0]} have not been replaced since: units and ranks are at different steps. "
                 "Load a checkpoint with sw.checkpoint.load, or load other weights"
             )
         self._torn = {}

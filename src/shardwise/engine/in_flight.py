@@ -91,7 +91,7 @@ class InFlight(deque[Flight]):
         _sum(flight)
         _leave(flight.unit)
         if flight.slot is not None:
-            assert flight.slot.holder is flight.unit, f"a reduction of unit {flight.unit.fqn!r} lost its slot"
+            assert flight.slot.holder is flight.unit, f"a reduction of {flight.unit} lost its slot"
             flight.slot.free()
 
 

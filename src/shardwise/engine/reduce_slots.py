@@ -79,7 +79,7 @@ class ReduceSlots:
         gradients = unit.gradients
         if gradients.forget_dropped():
             raise UsageError(
-                f"requires_grad in unit {unit.fqn!r} changed while gradients of a sw.no_sync backward wait "
+                f"requires_grad in {unit} changed while gradients of a sw.no_sync backward wait "
                 "to be reduced: run a backward outside sw.no_sync first"
             )
         gradients.close()  # it may still hold gradients that zero_grad() has dropped

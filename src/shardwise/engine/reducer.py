@@ -204,7 +204,7 @@ class Reducer:
 
     def _start(self, unit: Unit, slot: Slot[Unit]) -> None:
         """Start to sum in the shard group and, after that, over replicas. Waits for neither."""
-        assert slot.holder is unit, f"unit {unit.fqn!r} reduces a slot that is not its own"
+        assert slot.holder is unit, f"{unit} reduces a slot that is not its own"
         groups = [group for group in unit.groups if group.trainable]
         shard, replicate = self._mesh.shard, self._mesh.replicate
         label = self._control.reduce_label(unit.index)

@@ -243,7 +243,7 @@ class SavedTensors:
         unit = handle.unit
         if unit.parameters.version != handle.version:
             raise StaleWeightsError(
-                f"the weights of unit {unit.fqn!r} were updated between the forward that saved them and this backward; "
+                f"the weights of {unit} were updated between the forward that saved them and this backward; "
                 "call optimizer.step() after all backwards that use the old weights, or run the forward again"
             )
         is_open = handle.place is not None and handle.place[1].is_open

@@ -175,7 +175,7 @@ class Unsharder:
             self.reshard(holder)
             return slot
         raise ConfigError(
-            f"unit {unit.fqn!r} needs a slot, but all {len(choices)} of its size are held by units whose forward is "
+            f"{unit} needs a slot, but all {len(choices)} of its size are held by units whose forward is "
             f"running; raise slots (now {self._slots}) to at least {len(choices) + 1}"
         )
 
@@ -197,7 +197,7 @@ class Unsharder:
             self.slots[slot.key] = self.slots.pop(key)
             self.retired_slots += 1
             warnings.warn(
-                f"shardwise: something still holds a view of unit {unit.fqn!r}'s gathered parameters after its forward "
+                f"shardwise: something still holds a view of {unit}'s gathered parameters after its forward "
                 "or backward; that memory was left to it and the slot replaced. Keep a .clone() instead of the view",
                 stacklevel=2,
             )

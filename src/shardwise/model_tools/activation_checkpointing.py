@@ -60,7 +60,7 @@ def checkpoint_units(model: nn.Module, mode: str, copies: Copies | None = None) 
     offload = ActivationOffload(copies) if recomputation.offloads and copies is not None else None
     for unit in blocks_of(engine.units)[:: recomputation.every]:
         if "forward" in unit.module.__dict__:
-            raise UsageError(f"the forward of unit {unit.fqn!r} was replaced already; call checkpoint_units once")
+            raise UsageError(f"the forward of {unit} was replaced already; call checkpoint_units once")
         # A partial of a bound method, so that a deepcopy of the module calls the copy's own forward.
         unit.module.forward = partial(_recomputed, unit.module.forward, recomputation.selective, offload)
     return model

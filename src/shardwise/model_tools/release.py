@@ -31,7 +31,7 @@ def release(model: nn.Module) -> None:
     for unit in (unit for engine in engines for unit in engine.units):
         if unit.gradients.forget_dropped():
             raise UsageError(
-                f"sw.release while gradients of unit {unit.fqn!r} from a backward inside sw.no_sync wait to be "
+                f"sw.release while gradients of {unit} from a backward inside sw.no_sync wait to be "
                 "reduced: run a backward outside sw.no_sync first, or drop them with zero_grad()"
             )
     for engine in engines:

@@ -12,13 +12,13 @@ from shardwise.errors import UsageError
 
 
 def explain(
-    error: BaseException | None, fqn: str, module: nn.Module, computes_in: Collection[torch.dtype], given: object
+    error: BaseException | None, unit: str, module: nn.Module, computes_in: Collection[torch.dtype], given: object
 ) -> None:
     """Add a note to the error that torch raises for mixed dtypes: the unit, the two dtypes and how to fix it.
 
     Args:
         error: the exception that the unit's forward raised; any other error is left alone.
-        fqn: the unit's name.
+        unit: the unit, in words.
         module: the unit's module.
         computes_in: dtypes of its gathered parameters.
         given: its arguments, a pytree.
@@ -39,7 +39,7 @@ def explain(
         dtypes = _names(_foreign(module.buffers(), computes_in))
         what = f"holds buffer {buffers[0]!r} in {dtypes}: cast the buffers with precision=sw.Precision(buffers=...)"
     error.add_note(
-        f"shardwise: unit {fqn!r} computes in {weights} and {what}; or exclude the module with "
+        f"shardwise: {unit} computes in {weights} and {what}; or exclude the module with "
         "sw.shard(ignored=module.parameters()), or choose another precision.param"
     )
 

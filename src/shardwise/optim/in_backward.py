@@ -65,7 +65,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
     for unit in (unit for engine in engines for unit in engine.units):
         if not (unit.gradients.reducing.now and unit.gradients.reducing.over_replicas):
             raise UsageError(
-                f"sw.optimizer_in_backward takes a step in each backward, but gradients of unit {unit.fqn!r} are not "
+                f"sw.optimizer_in_backward takes a step in each backward, but gradients of {unit} are not "
                 "reduced in each backward: turn that on first (sync_gradients, sync_replicas)"
             )
     for engine in engines:

@@ -12,6 +12,17 @@ LEAST_SLOTS = 2
 """Fewest arena slots per size class: one unit computes while the next one is gathered."""
 
 
+OTHER_NAMES = {
+    "ddp": "no_shard",
+    "zero1": "shard_optimizer",
+    "zero2": "shard_grad_op",
+    "zero3": "full_shard",
+    "fsdp": "full_shard",
+    "hsdp": "hybrid_shard",
+}
+"""The field's names of strategies. They are taken wherever ours are; results and files show ours."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Traits:
     sharded: bool
@@ -23,7 +34,8 @@ class _Traits:
 class Strategy(enum.Enum):
     """How model state is spread over the ranks (ZeRO stages: arXiv:1910.02054; hybrid: arXiv:2304.11277).
 
-    The value is the lower-case name used in configurations. Each member's traits tell the engine what to do.
+    The value is the lower-case name used in configurations. The field's names in `OTHER_NAMES` are taken too. Each
+    member's traits tell the engine what to do.
     """
 
     NO_SHARD = "no_shard"
@@ -61,15 +73,20 @@ class Strategy(enum.Enum):
 
     @classmethod
     def parse(cls, value: Strategy | str) -> Strategy:
-        """Return a member given as itself or by its lower-case name. Raises ConfigError that names the nearest."""
+        """Return a member given as itself, by its lower-case name or by one of `OTHER_NAMES`. Raises ConfigError that
+        names the nearest."""
         if isinstance(value, cls):
             return value
-        names = [member.value for member in cls]
-        if isinstance(value, str) and value in names:
-            return cls(value)
-        near = difflib.get_close_matches(str(value).lower(), names, n=1)
+        names = {member.value: member for member in cls}
+        every = names | {other: names[name] for other, name in OTHER_NAMES.items()}
+        if isinstance(value, str) and value in every:
+            return every[value]
+        near = difflib.get_close_matches(str(value).lower(), every, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"unknown strategy {value!r}; {hint}must be one of {', '.join(names)}")
+        raise ConfigError(
+            f"unknown strategy {value!r}; {hint}must be one of {', '.join(names)}, or another name for one of them: "
+            f"{', '.join(f'{other} ({name})' for other, name in OTHER_NAMES.items())}"
+        )
 
 
 _TRAITS = {

@@ -493,6 +493,7 @@ _ANYTHING_ELSE = (
     "or .local for this rank's piece. Apply parametrizations (spectral_norm, ...) and pruning before sw.shard, and "
     "build optimizers of whole matrices (Muon, ...) with sw.optim.whole_matrix"
 )
+_INNER = "The inner product of two gradients of one parameter is (a * b).sum(), which is global"
 _GRADIENT_EDGE = (
     "its gradient goes to the leaf that its unit computes with instead, so a hook of "
     "torch.autograd.graph.register_multi_grad_hook would never run: use the parameters' own register_hook (this "
@@ -501,10 +502,11 @@ _GRADIENT_EDGE = (
 _WAYS_OUT: dict[str, str] = {
     "aten::_local_scalar_dense": _LOOK,
     "aten::_foreach_powsum": "use torch._foreach_norm",
+    "aten::permute": f"{_INNER}. {_ANYTHING_ELSE}",
     "aten::view": "each rank holds only a 1-D piece, which has no other shape. Apply weight_norm, pruning and other "
     "parametrizations before sw.shard, and call parameters_to_vector and the like in sw.unsharded(model). To "
     "compute a loss outside the model's forward, call sw.unshard(module) first (collective). "
-    "DistributedDataParallel around a sharded model is not needed: backward reduces gradients",
+    f"DistributedDataParallel around a sharded model is not needed: backward reduces gradients. {_INNER}",
 }
 _RANDOM = "each rank would draw its own numbers: initialise before sw.shard, or in sw.unsharded(model, writeback=True)"
 

@@ -23,22 +23,29 @@ from shardwise.errors import NotOnPiecesError, UsageError
 from shardwise.sharded.parameter import Handler, ShardedParameter, local_of, register_operations, slice_by_slice
 from shardwise.sharded.placement import same_cut
 
-Reduce = Callable[[ShardedParameter, Mapping[str, Any]], Tensor]
+Reduce = Callable[[ShardedParameter, Mapping[str, Any]], Any]
 
 _HALF = (torch.float16, torch.bfloat16)
+_CHUNK_NUMEL = 2**21
+"""How many elements are converted to the widest float at a time."""
 
 
 @register_operations
 def handler(func: OpOverload) -> Handler | None:
     """Return the handler of `func`, or None if it is not one of these reductions."""
-    if func._schema.name == "aten::equal":
+    name = func._schema.name
+    if name in ("aten::dot", "aten::vdot"):
+        return _dot
+    if name.removeprefix("aten::") in _SPREAD:
+        return _whole(functools.partial(_spread, func))
+    if name == "aten::equal":
         return _equal
     names = {argument.name for argument in func._schema.arguments}
     if names & {"out", "other"} or len(func._schema.returns) != 1:
         return None
-    if func._schema.name == "aten::_foreach_norm":
+    if name == "aten::_foreach_norm":
         return _foreach_norm
-    reduce = _REDUCE.get(func._schema.name.removeprefix("aten::"))
+    reduce = _REDUCE.get(name.removeprefix("aten::"))
     return None if reduce is None else _whole(reduce)
 
 
@@ -197,7 +204,7 @@ def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, 
 def _whole(reduce: Reduce) -> Handler:
     """Make a handler that runs `reduce` if the call reduces every dim, and raises otherwise: pieces are not enough."""
 
-    def run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    def run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         given = _by_name(func, args, kwargs)
         tensor: ShardedParameter = given["self"]
         dim = given.get("dim")
@@ -217,16 +224,45 @@ def _equal(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     one, other = args
     if one.shape != other.shape:
         return False
-    if type(one) is not type(other):
-        sharded = one if isinstance(one, ShardedParameter) else other
-        raise NotOnPiecesError(
-            f"{func} of the sharded {sharded.fqn!r} and a {type(other if sharded is one else one).__name__}: compare "
-            "with .full_tensor() of the sharded one (collective)"
-        )
+    _both_sharded(func, one, other)
     if not same_cut(one.placement, other.placement):
         return torch.equal(one.full_tensor(), other.full_tensor())
     differs = torch.tensor(not torch.equal(one.peek(), other.peek()), dtype=torch.int64, device=one.device)
     return not _combine(one.placement.shard_group, differs, "max").item()
+
+
+def _dot(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the inner product of two whole vectors: of the pieces if both are cut alike, else of the whole vectors.
+    Products are summed in the widest float and rounded once."""
+    one, other = args
+    _both_sharded(func, one, other)
+    pieces = one.peek(), other.peek()
+    group: Collectives = one.placement.shard_group
+    if one.shape != other.shape or pieces[0].dtype != pieces[1].dtype:
+        raise UsageError(
+            f"{func} of {one.fqn!r} {tuple(one.shape)} in {pieces[0].dtype} and {other.fqn!r} {tuple(other.shape)} in "
+            f"{pieces[1].dtype}: shapes and dtypes must be equal"
+        )
+    if not same_cut(one.placement, other.placement):
+        return func(one.full_tensor(), other.full_tensor())  # type: ignore[no-any-return]
+    if group.world_size == 1:
+        return func(*pieces)  # type: ignore[no-any-return]
+    wide = _widest(pieces[0])
+    chunks = zip(*(piece.split(_CHUNK_NUMEL) for piece in pieces), strict=True)
+    total = torch.stack([func(a.to(wide), b.to(wide)) for a, b in chunks]).sum(0, keepdim=True)
+    real = torch.view_as_real(total) if total.is_complex() else total
+    return _combine(group, real.view(-1), "sum").view(wide)[0].to(pieces[0].dtype)
+
+
+def _both_sharded(func: OpOverload, one: Tensor, other: Tensor) -> None:
+    """Raise NotOnPiecesError if one of the two, of which one is sharded, is plain."""
+    if type(one) is not type(other):
+        sharded, plain = (one, other) if isinstance(one, ShardedParameter) else (other, one)
+        assert isinstance(sharded, ShardedParameter)
+        raise NotOnPiecesError(
+            f"{func} of the sharded {sharded.fqn!r} and a {type(plain).__name__}: use .full_tensor() of the sharded "
+            "one (collective)"
+        )
 
 
 def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,6 +294,60 @@ def _mean(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
     if not dtype.is_floating_point:
         raise UsageError(f"mean of {tensor.fqn!r} needs a floating dtype, not {dtype}: pass dtype=")
     return (_total(tensor, dtype) / tensor.numel()).to(dtype)
+
+
+def _spread(func: OpOverload, tensor: ShardedParameter, given: Mapping[str, Any]) -> Any:
+    """Return what std, var, std_mean or var_mean returns for the whole tensor.
+
+    Each rank shows all others the moments of its piece, in one collective. They are combined as deviations from the
+    first piece's mean (Chan, Golub and LeVeque, 1979), so that a large mean does not cancel.
+    """
+    piece, group, count = tensor.peek(), tensor.placement.shard_group, tensor.numel()
+    if not (piece.is_floating_point() or piece.is_complex()):
+        raise UsageError(f"{func} of {tensor.fqn!r} needs a floating or complex dtype, not {piece.dtype}")
+    correction = given.get("correction")
+    correction = 1 if correction is None else correction
+    if group.world_size == 1:
+        return func(piece, correction=correction)
+    columns = torch.view_as_real(piece).unbind(-1) if piece.is_complex() else (piece,)
+    own = torch.stack([_moments(column) for column in columns])
+    shown = own.new_zeros((group.world_size, *own.shape))
+    shown[group.rank] = own
+    pivots, offsets, squares = _combine(group, shown.view(-1), "sum").view_as(shown).unbind(-1)  # [ranks, columns]
+    layout, index = tensor.placement.layout, tensor.placement.index
+    numels = [layout.fragment(index, rank).numel for rank in range(group.world_size)]
+    counts = torch.tensor(numels, dtype=own.dtype, device=own.device)[:, None]
+    pivot = pivots[next((rank for rank, numel in enumerate(numels) if numel), 0)]
+    offsets = offsets + (pivots - pivot)
+    offset = (counts * offsets).sum(0) / count
+    spread = (squares + counts * (offsets - offset).square()).sum() / max(count - correction, 0)
+    spread = (spread.sqrt() if func._schema.name.startswith("aten::std") else spread).to(piece.dtype.to_real())
+    if len(func._schema.returns) == 1:
+        return spread
+    return spread, (pivot + offset).view(_widest(piece))[0].to(piece.dtype)
+
+
+def _moments(column: Tensor) -> Tensor:
+    """Return three numbers that describe a 1-D tensor, in the widest float: one near its mean, the mean less that
+    number, and the sum of squared deviations from the mean. Zeros if the tensor is empty."""
+    pivot = total = squares = torch.zeros((), dtype=accelerators.widest_float(column.device), device=column.device)
+    for number, chunk in enumerate(column.split(_CHUNK_NUMEL) if column.numel() else ()):
+        elements = chunk.to(pivot.dtype)
+        if number == 0:
+            pivot = elements.mean().nan_to_num(0, 0, 0)
+        deviations = elements - pivot
+        total = total + deviations.sum()
+        squares = squares + torch.dot(deviations, deviations)
+    offset = total / max(column.numel(), 1)
+    return torch.stack([pivot, offset, (squares - total * offset).clamp(min=0)])
+
+
+def _widest(piece: Tensor) -> torch.dtype:
+    """Return the dtype in which elements, or products of them, are summed."""
+    if not (piece.is_floating_point() or piece.is_complex()):
+        return torch.int64
+    wide = accelerators.widest_float(piece.device)
+    return wide.to_complex() if piece.is_complex() else wide
 
 
 def _count_nonzero(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
@@ -295,6 +385,7 @@ def _largest(tensor: ShardedParameter, order: Callable[[Tensor], Tensor]) -> Ten
     return _combine(tensor.placement.shard_group, local, "max")
 
 
+_SPREAD = frozenset(("std", "var", "std_mean", "var_mean"))
 _REDUCE: dict[str, Reduce] = {
     "linalg_vector_norm": _norm,
     "norm": _norm,

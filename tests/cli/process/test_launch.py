@@ -80,6 +80,20 @@ def _runs(pid: int) -> bool:
         return False
 
 
+def test_a_rank_that_leaves_without_an_error_is_named(start: Start) -> None:
+    """Its peers only see that it is gone, and only for a moment how."""
+    scenario = """
+if rank == 1:
+    os._exit(0)
+time.sleep(1)
+raise CollectiveTimeout("barrier on rank 0: the process of rank 1 is gone.")
+"""
+    ended = start("train", "run.toml", scenario=scenario).end(timeout_s=60)
+    assert ended.status == 1
+    assert ended.err.startswith("error: rank 0 failed because another rank failed or exited:\nTraceback")
+    assert ended.err.endswith("error: rank 1 exited with status 0 before the others had finished\n")
+
+
 def test_the_cause_is_shown_and_not_what_its_peers_say(start: Start) -> None:
     """Rank 0 ends first, because rank 1 has already closed its connections and is slow to end."""
     scenario = """

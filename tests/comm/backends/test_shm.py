@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +15,8 @@ import pytest
 import torch
 
 from shardwise.comm.protocol import Buffer, BufferKind, Collectives, FlatSpan, Reduction, Work
-from shardwise.errors import CollectiveTimeout, MismatchError
+from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError
+from shardwise.liveness import birth
 from tests.comm.naive import collectives
 from tests.ranks import RankPool, RankPools
 
@@ -173,6 +176,19 @@ def other_order() -> str:
     return "nothing was noticed"
 
 
+def one_goes_on_after_an_error() -> str:
+    """Have rank 0 raise, catch that and call another collective than its peer, which never came to the error."""
+    comm = collectives("shm")
+    comm.labels.update({1: "the gather of one", 2: "the gather of two"})
+    one, two = (comm.allocate(400 * comm.world_size, BufferKind.GATHER) for _ in range(2))
+    if comm.rank == 0:
+        comm.abandon()
+    mine = one if comm.rank else two
+    with pytest.raises(ShardwiseError) as caught:
+        comm.all_gather(mine, (FlatSpan(0, 400),), label=mine.index + 1).wait()
+    return str(caught.value)
+
+
 def another_collective(what: str) -> str:
     comm = collectives("shm")
     gather_buffer, reduce_buffer = (comm.allocate(2400, kind) for kind in BufferKind)
@@ -289,6 +305,12 @@ def test_ranks_that_wait_for_one_another_at_different_buffers_are_told_apart_at_
     assert all("the gather of one" in message and "the gather of two" in message for message in messages), messages
 
 
+def test_a_rank_that_goes_on_alone_after_an_error_is_named(ranks: RankPools) -> None:
+    own, other = ranks(2).run(one_goes_on_after_an_error)
+    assert own.startswith("rank 0 raised an error where rank 1 went on to the gather of one, and then called")
+    assert other.startswith("rank 0 raised an error instead of taking part in the gather of one, for which rank 1")
+
+
 @pytest.mark.parametrize("what", ["sizes", "dtypes", "ops", "spans", "reductions", "allocate"])
 def test_another_collective_is_noticed_by_all(ranks: RankPools, what: str) -> None:
     for rank, message in enumerate(ranks(2).run(another_collective, what)):
@@ -302,6 +324,24 @@ def test_a_dead_peer_is_named_at_once() -> None:
     """And whatever is waited for after that, too."""
     with RankPool(3) as pool, pytest.raises(CollectiveTimeout, match=r"(all_gather on rank \d: the process.*){4}"):
         pool.run(one_dies)
+
+
+def waits_for_a_child() -> str:
+    """Have rank 0 take a child of its own, which exits, for the process of rank 1, which does not come."""
+    comm = collectives("shm")
+    if comm.rank == 0:
+        child = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(3)"])
+        comm._watch.births[1] = child.pid, birth(child.pid)
+        with pytest.raises(CollectiveTimeout) as caught:
+            comm.barrier()
+        child.wait()
+        return str(caught.value)
+    return ""
+
+
+def test_how_a_peer_ended_is_said_where_it_is_known(ranks: RankPools) -> None:
+    said, _ = ranks(2).run(waits_for_a_child)
+    assert said == "barrier on rank 0: the process of rank 1 exited with status 3."
 
 
 def test_a_late_peer_is_named(ranks: RankPools) -> None:

@@ -121,6 +121,7 @@ def test_a_parameter_shows_numbers() -> None:
     assert (weight.shape, weight.dtype, weight.numel()) == (whole.shape, torch.float32, whole.numel())
     assert torch.equal(weight.full_tensor(), whole)
     assert torch.equal(weight.norm(), whole.norm()) or torch.allclose(weight.norm(), whole.norm())
+    torch.testing.assert_close(weight.std(), whole.std())
     assert torch.equal((weight * 2).full_tensor(), whole * 2)
     with sw.unsharded(model, writeback=True):
         assert torch.equal(model.get_parameter(name), whole)

@@ -102,6 +102,10 @@ def test_a_batch_that_cannot_be_divided(global_batch: int, arguments: dict[str, 
         search_space({"gpus_per_node": 8, **arguments}, global_batch)
 
 
+def test_two_names_of_one_strategy_are_searched_once() -> None:
+    assert shardings(strategy=["zero3", "full_shard", "ddp"]) == [("full_shard", None), ("no_shard", None)]
+
+
 def test_a_value_that_no_job_can_have() -> None:
     with pytest.raises(ConfigError, match="unknown strategy 'fullshard'; did you mean 'full_shard'"):
         search_space({"strategy": "fullshard"})

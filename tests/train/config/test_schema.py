@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, MeshError
-from shardwise.policy.strategy import Strategy
+from shardwise.policy.strategy import OTHER_NAMES, Strategy
 from shardwise.train.config import files
 from shardwise.train.config.files import dump_toml, load
 from shardwise.train.config.schema import Config, StrategyName
@@ -143,7 +143,9 @@ def test_the_last_override_wins(path: Path) -> None:
         (
             "parallel.strategy=zero",
             "parallel.strategy = 'zero': must be 'no_shard', 'shard_optimizer', 'shard_grad_op', 'full_shard', "
-            "'hybrid_shard', 'hybrid_shard_zero2' or 'auto'",
+            "'hybrid_shard', 'hybrid_shard_zero2' or 'auto', or another name for one of them: ddp (no_shard), "
+            "zero1 (shard_optimizer), zero2 (shard_grad_op), zero3 (full_shard), fsdp (full_shard), "
+            "hsdp (hybrid_shard)",
         ),
     ],
 )
@@ -151,6 +153,15 @@ def test_mistakes_are_named_on_one_line(path: Path, override: str, message: str)
     with pytest.raises(ConfigError) as caught:
         load(path, [override])
     assert str(caught.value).removeprefix(f"{path}: ") == message
+
+
+def test_the_fields_names_of_strategies_are_taken_and_ours_written(path: Path) -> None:
+    for theirs, ours in OTHER_NAMES.items():
+        config = load(path, [f"parallel.strategy={theirs}"])
+        assert config.parallel.strategy == ours
+        assert f'strategy = "{ours}"' in dump_toml(config)
+    with pytest.raises(MeshError, match="full_shard always uses 4 of 4 ranks"):
+        load(path, ["parallel.strategy=zero3", "parallel.shard_group=2"]).for_ranks(4)
 
 
 def test_a_mistyped_required_key_is_named_before_the_missing_one(path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from shardwise.checkpoint.io.storage import Directory
 from shardwise.errors import CheckpointError, PeerError
-from shardwise.liveness import birth, machine
+from shardwise.liveness import birth, ending, machine
 
 _PATIENCE_S = 1800.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
@@ -107,9 +107,9 @@ class FileBarrier:
         deadline, pause_s = time.monotonic() + patience_s, _FIRST_PAUSE_S
         while not seen():
             self._raise_others()
-            gone = [rank for rank, (pid, born) in self._processes.items() if birth(pid) != born]
-            if gone and not seen():  # it may have ended because all was done
-                raise PeerError(f"the process of rank {gone[0]} is gone")
+            for rank, (pid, born) in self._processes.items():
+                if birth(pid) != born and not seen():  # it may have ended because all was done
+                    raise PeerError(f"the process of rank {rank} {ending(pid, born)}")
             if time.monotonic() > deadline:
                 raise CheckpointError(f"the other ranks did not finish within {patience_s:g} s")
             time.sleep(pause_s)

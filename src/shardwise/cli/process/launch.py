@@ -18,6 +18,7 @@ from shardwise import accelerators
 from shardwise.cli.process import report
 from shardwise.cli.process.exit import Exit
 from shardwise.cli.process.standard_streams import outlive_readers
+from shardwise.liveness import in_words
 from shardwise.train.config.files import dump_toml
 from shardwise.train.config.schema import Config
 from shardwise.train.process.interruption import Interruption, end_at_once, ending_signals
@@ -72,7 +73,8 @@ def launch_task(task: str, path: Path, ranks: int, debug: bool = False) -> Exit:
         reports = report.read(directory)
     # A run that finished in spite of an interrupt counts as done.
     interrupted = stopped or (interruption.asked and bool(reports or failures))
-    return _conclude(reports, failures, interrupted, debug)
+    left = set(range(ranks)) - set(failures) - {ending.rank for ending in reports}
+    return _conclude(reports, failures, left, interrupted, debug)
 
 
 @contextmanager
@@ -154,9 +156,9 @@ def _wait(processes: PContext, interruption: Interruption, words: str) -> Mappin
 
 
 def _conclude(
-    reports: list[report.Report], failures: Mapping[int, ProcessFailure], interrupted: bool, debug: bool
+    reports: list[report.Report], failures: Mapping[int, ProcessFailure], left: set[int], interrupted: bool, debug: bool
 ) -> Exit:
-    """Print the first cause of failure, and return the exit status."""
+    """Print the first cause of failure, and return the exit status. `left`: ranks that exited with status 0."""
     causes = [ending for ending in reports if ending.kind != "interrupted" and not ending.consequence]
     mistakes = [ending for ending in causes if ending.kind == "mistake"]
     reported = {ending.rank for ending in reports}
@@ -175,6 +177,8 @@ def _conclude(
         return Exit.DONE
     elif set(silent.values()) <= {-signal.SIGTERM} and reports:
         _say(report.told(reports[0]))  # every report says that a peer was lost, and none says why
+        for rank in sorted(left):
+            _say(f"error: rank {rank} exited with status 0 before the others had finished")
     else:
         _say_silent(silent)
     return Exit.FAILED
@@ -185,9 +189,7 @@ def _say_silent(silent: Mapping[int, int]) -> None:
     named only if no rank ended otherwise."""
     others = {rank: status for rank, status in silent.items() if status != -signal.SIGTERM}
     for rank, status in sorted((others or silent).items()):
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        hint = "; the machine may be out of memory" if status == -signal.SIGKILL else ""
-        _say(f"error: rank {rank} {how}{hint}")
+        _say(f"error: rank {rank} {in_words(status)}")
 
 
 def _say(text: str) -> None:

@@ -124,7 +124,7 @@ def clear_up(engines: Iterable[Engine]) -> None:
     for unit in (unit for engine in engines for unit in engine.units):
         if unit.gradients.forget_dropped():
             raise UsageError(
-                f"sw.shard while gradients of unit {unit.fqn!r} below from a backward inside sw.no_sync wait to be "
+                f"sw.shard while gradients below, of {unit}, from a backward inside sw.no_sync wait to be "
                 "reduced: run a backward outside sw.no_sync first, or drop them with zero_grad()"
             )
 

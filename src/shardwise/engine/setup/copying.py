@@ -107,7 +107,7 @@ def _copied_units(engine: Engine, memo: Mapping[int, Any]) -> list[Unit]:
         for unit in engine.units:
             if any(id(module) not in memo for module in unit.modules):
                 raise UsageError(
-                    f"copy.deepcopy of a sharded model left out a module of unit {unit.fqn!r}, whose parameters are "
+                    f"copy.deepcopy of a sharded model left out a module of {unit}, whose parameters are "
                     "gathered together: copy a module around all its modules"
                 )
             groups = [_copied_group(group, memo) for group in unit.groups]

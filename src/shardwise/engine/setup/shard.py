@@ -61,7 +61,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         model: on any device, the meta device included. Changed in place; fully qualified names stay. Or a sequence of
             modules, none inside another, which become one unit. If they are called one after another, the unit stays
             gathered from the first one's call to the last one's. Call `shard` on a module around them after that.
-        strategy: a `Strategy` or its lower-case name.
+        strategy: a `Strategy`, its lower-case name, or the field's ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp").
         mesh: data axes only: 1 axis = shard, 2 axes = (replicate, shard). Default: all ranks; for hybrid strategies
             one shard group per host.
         units: which modules become units. None = automatic (transformers' `_no_split_modules`, else repeated blocks of

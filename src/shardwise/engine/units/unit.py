@@ -95,10 +95,12 @@ class Unit:
         """Note whether anything of it rests or steps elsewhere; asked of every unit in every step."""
         self.rests_elsewhere = any((self.states, self.host_step, *(g.home or g.gradients.store for g in self.groups)))
 
+    def __str__(self) -> str:
+        """The unit in messages."""
+        return f"unit {self.fqn!r}" if self.fqn else "the root unit"
+
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise UsageError(
-            f"unit {self.fqn!r} of a sharded model cannot be deep-copied alone: copy the model that was sharded"
-        )
+        raise UsageError(f"{self} of a sharded model cannot be deep-copied alone: copy the model that was sharded")
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
@@ -187,7 +189,7 @@ class Unit:
         """Called before an optimizer updates the shards. Raises UsageError if gradients still wait to be reduced."""
         if self.gradients.forget_dropped():
             raise UsageError(
-                f"optimizer.step() while gradients of unit {self.fqn!r} from a backward inside sw.no_sync wait to be "
+                f"optimizer.step() while gradients of {self} from a backward inside sw.no_sync wait to be "
                 "reduced: run the last backward of a step outside sw.no_sync, or drop them with zero_grad()"
             )
 
@@ -242,5 +244,5 @@ class Unit:
         assert self.listener is not None
         if output is None:
             dtypes = {group.dtypes.compute for group in self.groups}
-            explain(self.calls.error, self.fqn, module, dtypes, (args, kwargs))
+            explain(self.calls.error, str(self), module, dtypes, (args, kwargs))
         return self.listener.post_forward(self, output)

@@ -111,7 +111,7 @@ def _shardings(
     if strategies is None and base.world_size == 1:
         frees = base.offload is not None and base.offload.params is not None  # full_shard frees gathered slots
         strategies = (Strategy.FULL_SHARD,) if frees else (Strategy.NO_SHARD,)
-    asked = [Strategy.parse(strategy) for strategy in (strategies or tuple(Strategy))]
+    asked = list(dict.fromkeys(Strategy.parse(strategy) for strategy in (strategies or tuple(Strategy))))
     takes_groups = [strategy for strategy in asked if strategy.sharded and strategy.replicated]
     if groups is not None and strategies is None:
         asked = takes_groups  # because a shard group was asked for

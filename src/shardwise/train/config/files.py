@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from shardwise.errors import ConfigError
+from shardwise.policy.strategy import OTHER_NAMES
 from shardwise.train.config.schema import Config, Section
 
 
@@ -126,6 +127,9 @@ def _explain_one(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> str:
         return f"[{label}] {detail['ctx']['error']}"
     # A union gives one error per member: name all of them.
     reasons = dict.fromkeys(_reason(other) for other in details if _field_path(other["loc"]) == name)
+    if name == ["parallel", "strategy"]:
+        others = (f"{theirs} ({ours})" for theirs, ours in OTHER_NAMES.items())
+        reasons[f"another name for one of them: {', '.join(others)}"] = None
     return f"{label} = {detail['input']!r}: {', or '.join(reasons)}"
 
 

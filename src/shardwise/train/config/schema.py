@@ -21,7 +21,7 @@ from pydantic import (
 from shardwise.errors import ConfigError, MeshError
 from shardwise.policy.offload import PLACES
 from shardwise.policy.places import Places
-from shardwise.policy.strategy import LEAST_SLOTS
+from shardwise.policy.strategy import LEAST_SLOTS, OTHER_NAMES
 from shardwise.suggest import divisors
 
 StrategyName = Literal[
@@ -37,6 +37,11 @@ UNSET = "unset"
 
 # TOML has no null, but an override must be able to unset an optional key: the word "none" does.
 NoneWord = BeforeValidator(lambda value: None if value == "none" else value)
+
+
+def _our_name(strategy: object) -> object:
+    """Return our name of a strategy given by the field's; anything else is returned as it is."""
+    return OTHER_NAMES.get(strategy, strategy) if isinstance(strategy, str) else strategy
 
 
 class Section(BaseModel):
@@ -211,9 +216,9 @@ class ParallelConfig(Section):
     ranks: Annotated[Literal["auto"] | PositiveInt, Field(union_mode="left_to_right")] = "auto"
     """Ranks on this machine; "auto" = all GPUs, else 2 CPU ranks (8 with JAX). Under torchrun, torchrun's number is
     used."""
-    strategy: Literal[StrategyName, "auto"] = "full_shard"
+    strategy: Annotated[Literal[StrategyName, "auto"], BeforeValidator(_our_name)] = "full_shard"
     """Which of parameters, gradients and optimizer state are sharded; "auto" = the fastest strategy that is forecast to
-    fit."""
+    fit. "ddp", "zero1", "zero2", "zero3", "fsdp" and "hsdp" are taken as other names."""
     shard_group: Annotated[PositiveInt | None, NoneWord] = None
     """Ranks that share one copy of the model, for the hybrid strategies; none = the ranks of one host."""
     reshard_after_forward: Annotated[bool | PositiveInt | None, NoneWord] = None

@@ -16,7 +16,7 @@ from shardwise.comm.backends.shared_memory.segment import LINE_BYTES, exchange
 from shardwise.comm.channel import Reasons
 from shardwise.comm.signature import in_words, mismatch, sign
 from shardwise.errors import CollectiveTimeout, ShardwiseError
-from shardwise.liveness import birth
+from shardwise.liveness import birth, ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -101,9 +101,10 @@ class Watch:
             passed = self.journal.next_of(peer)
             if passed is not None and not ready():  # it does this before that call, or never
                 raise self.fail(self.mismatch(sign(op), peer, passed))
-        gone = [rank for rank, (pid, born) in enumerate(self.births) if birth(pid) != born]
-        if gone and not ready():  # it may have posted before it exited
-            raise self.fail(CollectiveTimeout(f"{what} on rank {self.rank}: the process of rank {gone[0]} is gone."))
+        for rank, (pid, born) in enumerate(self.births):
+            if birth(pid) != born and not ready():  # it may have posted before it exited
+                ended = f"the process of rank {rank} {ending(pid, born)}"
+                raise self.fail(CollectiveTimeout(f"{what} on rank {self.rank}: {ended}."))
         if waited_s > self._timeout_s:
             raise self.fail(
                 CollectiveTimeout(
