@@ -82,8 +82,8 @@ def test_a_packaged_shape_has_the_parameters_that_its_publisher_states(name: str
 
 
 OLDER = """
-llama-2-7b llama-2-13b llama-2-70b llama-3-8b llama-3-70b llama-3-405b gpt-3-175b mixtral-8x7b mixtral-8x22b gpt2 gpt2-xl
-vit-l-16 vit-h-14 vit-g-14 vit-big-g-14
+llama-2-7b llama-2-13b llama-2-70b llama-3-8b llama-3-70b llama-3-405b gpt-3-175b mixtral-8x7b mixtral-8x22b gpt2
+gpt2-xl vit-l-16 vit-h-14 vit-g-14 vit-big-g-14
 """
 FAMILIES = """
 llama-3.1-8b llama-3.2-1b llama-3.3-70b llama-4-scout qwen2.5-32b qwen3-32b qwen3-30b-a3b qwen3-next-80b-a3b qwen3.5-27b
