@@ -24,6 +24,7 @@ from shardwise.cli import bench
 from shardwise.cli import plan as plan_command
 from shardwise.cli.app import run
 from shardwise.cli.process import launch
+from shardwise.plan.hardware.devices import device_names
 from shardwise.train import trainer
 from shardwise.train.config.files import load
 from tests.engine.rig import on_ranks
@@ -176,3 +177,10 @@ def test_names_on_the_pages_exist(page: str) -> None:
             continue
         for name in names.split(","):
             assert not name.strip() or hasattr(found, name.split()[0]), f"{module}: {name}"
+
+
+def test_the_guide_names_what_the_planner_has_packaged() -> None:
+    guide = (ROOT / "docs" / "user-guide.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([^`\s]+)`", guide.split("### Packaged shapes and devices")[1].split("\n### ")[0])
+    assert [name for name in named if name in sw.plan.shapes()] == [*sw.plan.shapes()]
+    assert {*device_names()} <= {*named}

@@ -1,6 +1,7 @@
 """`shardwise plan`: what it prints, writes and refuses."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ import pytest
 from shardwise.cli.app import run
 from shardwise.errors import PlanError
 from shardwise.plan import planner
+from shardwise.plan.hardware.devices import device_names
+from shardwise.plan.models.source import shapes
 from shardwise.train import trainer
 from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.config.files import load
@@ -92,7 +95,14 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "MODEL is missing: shardwise plan llama-3-8b --gpus 8"),
+        (
+            ["config.json", "--gpu", "v100-sxm-16gb"],
+            "precision bf16: NVIDIA V100 SXM2 16 GB has no matrix products in bf16; use precision fp16 or fp32",
+        ),
+        (
+            ["config.json", "--gpu", "t4", "--backend", "jax"],
+            "precision bf16: NVIDIA T4 has no matrix products in bf16; use precision fp16 or fp32",
+        ),
         (["llama-3-8bb"], "MODEL 'llama-3-8bb' was not found; did you mean llama-3-8b"),
         (["config.json", "--gpu", "h100-sxm-80"], "unknown device 'h100-sxm-80'; did you mean h100-sxm-80gb"),
         (["config.json", "--interconnect", "infinband"], "unknown interconnect 'infinband'"),
@@ -163,6 +173,21 @@ def test_mistakes_are_one_line_before_anything_is_run(arguments: list[str], line
     assert shown.out == ""
     assert shown.err.startswith(f"error: {line}")
     assert shown.err.count("\n") == 1
+
+
+def test_without_a_model_a_plan_lists_what_is_packaged(capsys: Printed) -> None:
+    assert run(["plan"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err == "error: MODEL is missing: shardwise plan llama-3.1-8b --gpus 8 (see shardwise plan --help)\n"
+    lines = shown.out.splitlines()
+    assert [line for line in lines if not line.startswith("  ")] == [
+        "Packaged shapes (MODEL):",
+        "Packaged devices (--gpu):",
+    ]
+    assert "  kimi-k2" in lines
+    assert max(map(len, lines)) <= 100
+    names = re.findall(r"[^\s,]+", "\n".join(line for line in lines if line.startswith("  ")))
+    assert names == [*shapes(), *device_names()]
 
 
 def test_a_file_that_may_not_be_written_is_told_first(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:

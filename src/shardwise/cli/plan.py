@@ -4,7 +4,9 @@ import inspect
 import itertools
 import json
 import os
+import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 _WORKERS = 8
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Environment variables that keep transformers, if it is needed, from printing progress bars and advice."""
+_INDENTED: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
 
 
 def plan(**given: Any) -> int:
@@ -89,6 +92,7 @@ def _asked_of_jax(options: Options) -> "Asked":
     if precision not in PRECISIONS:
         raise PlanError(f"--precision {precision}: must be one of {', '.join(PRECISIONS)} with --backend jax")
     hardware = find_device(options.gpu or USUAL_GPU)
+    hardware.check_computes(precision.removesuffix("-true"))
     between = find_interconnect(options.interconnect or hardware.interconnect)
     choices: dict[str, Sequence[Any]] = {
         "strategy": strategies_of(options.strategy) or ["full_shard"],
@@ -115,7 +119,8 @@ def _question(options: Options) -> "Question":
     """
     _refuse_for_a_plan(options)
     if options.model is None:
-        raise UserError("MODEL is missing: shardwise plan llama-3-8b --gpus 8 (see shardwise plan --help)")
+        print(_packaged())
+        raise UserError("MODEL is missing: shardwise plan llama-3.1-8b --gpus 8 (see shardwise plan --help)")
 
     from shardwise.plan.search.exploration import Objective
     from shardwise.plan.search.question import Effort, Question
@@ -132,6 +137,20 @@ def _question(options: Options) -> "Question":
         workers=options.workers or min(_WORKERS, os.cpu_count() or 1),
         smallest_cluster=options.smallest_cluster,
         largest_batch=options.largest_batch,
+    )
+
+
+def _packaged() -> str:
+    """Return the names of the packaged shapes, those of a family on lines of their own, and of the packaged devices."""
+    from shardwise.plan.hardware.devices import device_names
+    from shardwise.plan.models.source import shapes
+
+    families = (list(names) for _, names in itertools.groupby(shapes(), lambda name: re.split(r"[\d-]", name)[0]))
+    blocks = [("Packaged shapes (MODEL):", families), ("Packaged devices (--gpu):", [device_names()])]
+    return "\n".join(
+        line
+        for title, groups in blocks
+        for line in (title, *(line for names in groups for line in textwrap.wrap(", ".join(names), 100, **_INDENTED)))
     )
 
 

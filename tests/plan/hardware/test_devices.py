@@ -26,7 +26,8 @@ def figures_of(hardware: Hardware) -> list[Figure]:
 
 def is_sourced(figure: Figure) -> bool:
     """By an address, by what anyone sees on the device, by its own name; or said to be an assumption, and why."""
-    known = ("torch's out-of-memory messages on this device", "as it is named", "one core a rank")
+    torch = ("torch's out-of-memory messages on this device", "torch's properties of this device")
+    known = (*torch, "as it is named", "one core a rank")
     return figure.source.startswith("https://") or figure.source in known or figure.source == "assumed"
 
 
@@ -48,7 +49,25 @@ def test_every_figure_of_a_packaged_device_has_a_source_and_hangs_together(name:
 
 def test_the_devices_asked_for_are_there() -> None:
     wanted = {"a100-sxm-40gb", "a100-sxm-80gb", "h100-sxm-80gb", "h100-sxm-96gb-500w", "h200-sxm", "b200-sxm"}
-    assert wanted | {"mi300x", "l40s", "rtx-4090", "cpu"} <= set(device_names())
+    newer = {"v100-sxm-16gb", "v100-sxm-32gb", "t4", "a10g", "l4", "rtx-3090", "rtx-5090", "rtx-pro-6000", "h20"}
+    newest = {"h100-pcie", "h100-nvl", "gb200", "b300-sxm", "mi325x", "mi355x"}
+    assert wanted | newer | newest | {"mi300x", "l40s", "rtx-4090", "cpu"} <= set(device_names())
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_a_gpu_computes_in_what_its_sheet_has(name: str) -> None:
+    device = find_device(name)
+    lacks_bf16 = name in ("v100-sxm-16gb", "v100-sxm-32gb", "t4")
+    assert ("bf16" not in device.peak_flops) == lacks_bf16
+    device.check_computes("fp32")
+    device.check_computes("fp16")
+    if lacks_bf16:
+        line = rf"precision bf16: {device.title} has no matrix products in bf16; use precision fp16 or fp32"
+        with pytest.raises(PlanError, match=line):
+            device.check_computes("bf16")
+        replace(device, matmul_flops={"bf16": Figure(1e12, "measured")}).check_computes("bf16")
+    else:
+        device.check_computes("bf16")
 
 
 @pytest.mark.parametrize("name", interconnect_names())

@@ -113,6 +113,7 @@ class Job(Machines):
         elif not isinstance(precision, Precision):
             raise ConfigError(f"precision={precision!r}: pass sw.Precision(param=..., reduce=...)")
         self._check_machines()
+        self.hardware.check_computes(self.compute_dtype)
         for name in ("seq_len", "micro_batch", "accumulation"):
             check_count(name, getattr(self, name), 1)
         check_count("slots", self.slots, LEAST_SLOTS)

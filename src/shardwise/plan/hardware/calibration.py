@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -292,15 +293,16 @@ def packaged_name(name: str) -> str:
     """Return the packaged device for torch's name of a GPU ("NVIDIA H100 80GB HBM3"), or the name itself if there is
     none.
 
-    The packaged name with the most words in torch's name is chosen, without "sxm", which torch's names leave out.
+    A packaged name is meant if torch's name has all of its words but "sxm", sizes of memory and powers, which torch's
+    names may leave out; of several, the one with the most words in torch's name.
     """
     words = name.lower().replace("-", " ").split()
     known = set(words) | {word.removesuffix("gb") + "gb" for word in words if word.removesuffix("gb").isdigit()}
-    joined = " ".join(words)
 
     def score(candidate: str) -> int:
-        parts = [part for part in candidate.split("-") if part != "sxm"]
-        return sum(part in known or part in joined for part in parts) if parts[0] in joined else 0
+        parts = candidate.split("-")
+        named = [part for part in parts if part != "sxm" and not re.fullmatch(r"\d+(gb|w)", part)]
+        return sum(part in known for part in parts) if known.issuperset(named) else 0
 
     best = max(device_names(), key=lambda candidate: (score(candidate), -len(candidate)))
     return best if score(best) else name

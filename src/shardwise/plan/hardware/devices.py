@@ -121,6 +121,13 @@ class Hardware:
             return self.peak(dtype) * self.matmul_flops["bf16"].value / self.peak("bf16")
         return self.peak(dtype) * USUAL_SHARE
 
+    def check_computes(self, dtype: str) -> None:
+        """Raise PlanError if the dtype is bf16 or fp16 and the device is a GPU without matrix products in it."""
+        known = [*self.peak_flops, *self.matmul_flops]
+        if self.kind == "gpu" and dtype in ("bf16", "fp16") and dtype not in known:
+            ways = " or ".join(name for name in ("bf16", "fp16", "fp32") if name in known)
+            raise PlanError(f"precision {dtype}: {self.title} has no matrix products in {dtype}; use precision {ways}")
+
     @property
     def overlaps(self) -> bool:
         """Whether communication and computation overlap."""

@@ -36,8 +36,8 @@ class Shape:
     title: str
     source: str
     """URL of the configuration, or of the paper with its table."""
-    parameters: int
-    """The number of parameters that the source states, which may be rounded."""
+    published_params: str
+    """The number of parameters as its publisher states it, which may be rounded: "8,030,261,248", "671B"."""
     config: Mapping[str, Any]
 
 
@@ -123,13 +123,9 @@ class ModelSource:
 
 @cache
 def shapes() -> Mapping[str, Shape]:
-    """Return the packaged shapes by name."""
-    found = {}
-    for entry in sorted((files("shardwise.plan.models") / "shapes").iterdir(), key=lambda entry: entry.name):
-        if entry.name.endswith(".json"):
-            name = entry.name.removesuffix(".json")
-            found[name] = Shape(name=name, **json.loads(entry.read_text(encoding="utf-8")))
-    return found
+    """Return the packaged shapes by name, those of a family one after another."""
+    data = (files("shardwise.plan.models") / "shapes.json").read_text(encoding="utf-8")
+    return {name: Shape(name=name, **facts) for name, facts in json.loads(data).items()}
 
 
 def resolve(model: ModelLike) -> ModelSource:
@@ -165,10 +161,11 @@ def resolve(model: ModelLike) -> ModelSource:
 
         return ModelSource(title=name, build=load_factory(name, f"MODEL {name!r}", PlanError), factory=name)
     hint = did_you_mean(name.lower(), shapes()) or nearest_path(path)
-    raise PlanError(
-        f"MODEL {name!r} was not found{hint or '; the packaged shapes are ' + ', '.join(shapes())}"
-        + ("" if hint else "; or give a config.json, a Hugging Face directory or module:function")
+    way = (
+        "; give a packaged shape (shardwise plan without a MODEL lists them), a config.json, a Hugging Face directory "
+        "or module:function"
     )
+    raise PlanError(f"MODEL {name!r} was not found{hint or way}")
 
 
 def _from_config(config: dict[str, Any]) -> ModelSource:
