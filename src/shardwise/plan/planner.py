@@ -105,6 +105,9 @@ def plan(question: Question, progress: Progress | None = None) -> Plan:
         best = exploration.best
         shown = best or forecasters(nearest)
         answers, extra = _answers(question, forecasters, shown, best)
+        if (warning := source.beyond(nearest.seq_len)) is not None:
+            answers.append(f"{warning}.")
+            extra["warning"] = warning
         if best is None:
             found = _with_more(question, forecasters, nearest)
             answers += [] if found is None else [more_sentence(question, found)]

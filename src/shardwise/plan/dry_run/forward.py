@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
+from shardwise.plan.models.transformers_models import without_cache
 
 _IMAGE_CHANNELS = 3
 _FRAMES_PER_POSITION = 2
@@ -39,7 +40,7 @@ class TrainingForward:
         self._own = getattr(model, "example_inputs", None)
         if job.loss == "chunked":
             chunk_head(model)
-        self._no_cache = {"use_cache": False} if hasattr(self._config, "use_cache") else {}
+        self._no_cache = without_cache(self._config)
 
     def inputs(self) -> dict[str, Any]:
         """Return one micro-batch, as keyword arguments."""
