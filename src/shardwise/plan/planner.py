@@ -25,10 +25,12 @@ from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import (
     Evaluate,
     Verdict,
+    available_bytes,
     gib,
     judge,
     largest_micro_batch,
     nothing_fits,
+    slot_bytes,
     smallest_cluster,
 )
 from shardwise.plan.search.processes import Forecasters
@@ -131,6 +133,9 @@ def _with_more(question: Question, forecasters: Forecasters, nearest: Job) -> Fo
     if question.compare or question.arguments.get("offload") is not None or nearest.engine != "shardwise":
         return None
     lean = _leanest(question, nearest)
+    leanest = forecasters(lean)
+    if slot_bytes(leanest) > available_bytes(leanest, question.budget_bytes):
+        return None  # slots are never offloaded
     for changes in _LADDER:
         try:
             job = replace(lean, **changes)

@@ -200,13 +200,22 @@ def _parts(filled: Any) -> Iterator[Any]:
 
 @contextmanager
 def _errors_on_one_line(model_type: str) -> Iterator[None]:
-    """Turn errors of transformers into a PlanError of one line."""
+    """Turn errors of transformers into a PlanError of one line. If a constructor needs values that fake tensors do not
+    have, the error stays what it is: the dry run then calls it without them."""
     try:
         yield
     except Exception as error:  # transformers does not check values: it may raise anything
+        if _needs_values(error):
+            raise
         if "scaled_dot_product_attention" in str(error):
             raise PlanError(f'transformers has no fused attention for {model_type}: use attention "eager"') from error
         raise PlanError(f"transformers cannot build this {model_type}: {one_line(error, with_type=True)}") from error
+
+
+def _needs_values(error: Exception) -> bool:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
 
 
 def _model_and_config(config: Any) -> tuple[Any, Any]:
