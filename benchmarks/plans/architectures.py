@@ -116,10 +116,10 @@ def _parameters(one: Architecture) -> int:
     refused: list[PlanError] = []
     for config in (reduced(whole), whole):
         try:
-            return sw.plan.forecast(config, gpus_per_node=8, seq_len=_seq_len(config)).parameters
+            return sw.plan.forecast(config, gpus_per_node=8, micro_batch=2, seq_len=_seq_len(config)).parameters
         except PlanError as error:
             refused.append(error)
-    raise refused[0]
+    raise refused[-1]
 
 
 def _seq_len(config: dict[str, Any]) -> int:
@@ -172,10 +172,13 @@ def write(name: str, found: list[Row]) -> None:
         ],
     )
     heading = f"# Architectures that can be planned\n\n{report.facts_line(machine)}"
-    told = f"Default configurations with {LAYERS} layers, {SEQ_LEN} tokens, 8 H100; seconds of the processor."
+    told = (
+        f"transformers {facts.version('transformers')}. Default configurations with {LAYERS} layers, 2 sequences of "
+        f"{SEQ_LEN} tokens, 8 H100; seconds of the processor."
+    )
     report.write(
         name,
-        {"machine": machine, "rows": [row._asdict() for row in found]},
+        {"machine": machine, "transformers": facts.version("transformers"), "rows": [row._asdict() for row in found]},
         f"{heading}\n\n{told} {summary(found)}.\n\n{table}\n",
     )
 

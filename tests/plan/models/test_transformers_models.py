@@ -71,3 +71,12 @@ def test_no_part_of_a_model_keeps_a_cache() -> None:
     assert not model.config.text_config.use_cache
     assert without_cache(model.config) == {"use_cache": False}
     assert without_cache(transformers.ViTConfig()) == without_cache(None) == {}
+
+
+def test_labels_can_be_shifted_and_no_layer_is_skipped() -> None:
+    config = {"model_type": "m2m_100", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64}
+    config |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    with torch.device("meta"):
+        model: Any = build_transformer({**config, "pad_token_id": None, "decoder_start_token_id": None}, "sdpa")
+    assert model.model.encoder.layerdrop == model.model.decoder.layerdrop == 0
+    assert model.config.pad_token_id == model.config.decoder_start_token_id == 0

@@ -173,8 +173,13 @@ def build_transformer(config: Mapping[str, Any], attention: str) -> nn.Module:
         for part in _parts(filled):
             if getattr(part, "use_cache", None):
                 part.use_cache = False  # a training step keeps no keys and values for generation
-            if getattr(part, "is_encoder_decoder", False) and getattr(part, "decoder_start_token_id", None) is None:
-                part.decoder_start_token_id = 0  # the first token before shifted labels; some types have no default
+            for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+                if getattr(part, name, 0):
+                    setattr(part, name, 0.0)  # the step that is planned skips no layer
+            if getattr(part, "is_encoder_decoder", False):
+                for name in ("decoder_start_token_id", "pad_token_id"):  # of shifted labels; some types have no default
+                    if getattr(part, name, None) is None:
+                        setattr(part, name, 0)
         model: nn.Module = model_class._from_config(filled, attn_implementation=attention)
     return model.train()
 

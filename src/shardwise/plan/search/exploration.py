@@ -235,8 +235,8 @@ def _too_large_unit(forecast: Forecast, has_bytes: int) -> str | None:
     sizes = forecast.recording.facts.unit_bytes
     return (
         f"the trouble is one unit, {max(sizes, key=sizes.__getitem__) or 'the root'}: slots of its size take "
-        f"{gib(gathered)} GiB to gather and {gib(reduced)} GiB to reduce on any number of GPUs; use smaller --units, "
-        "fewer bits (--precision) or a GPU with more memory"
+        f"{gib(gathered)} GiB to gather and {gib(reduced)} GiB to reduce on any number of GPUs; reduce in fewer "
+        "bits (--precision bf16/bf16/fp32), use smaller --units where its modules allow, or a GPU with more memory"
     )
 
 
