@@ -16,7 +16,15 @@ HERE = Path(__file__).resolve().parent
 BENCHMARKS = {
     "steps": ("peers", "overhead", "overhead_pairs", "launches", "initialisation", "abandoned"),
     "checkpoints": ("checkpoint", "async_save"),
-    "plans": ("planner", "planner_here", "planner_search", "planner_speed", "exposed", "exposed_changes"),
+    "plans": (
+        "planner",
+        "planner_here",
+        "planner_search",
+        "planner_speed",
+        "architectures",
+        "exposed",
+        "exposed_changes",
+    ),
     "less_memory": ("offload", "offload_15b", "less_state", "few_bits", "lora_memory", "whole_matrix"),
     "doors": ("integrations", "fsdp2_tests", "torchtitan_llama", "jax_step"),
     "accelerator": ("gpu",),

@@ -25,10 +25,12 @@ from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import (
     Evaluate,
     Verdict,
+    available_bytes,
     gib,
     judge,
     largest_micro_batch,
     nothing_fits,
+    slot_bytes,
     smallest_cluster,
 )
 from shardwise.plan.search.processes import Forecasters
@@ -105,6 +107,9 @@ def plan(question: Question, progress: Progress | None = None) -> Plan:
         best = exploration.best
         shown = best or forecasters(nearest)
         answers, extra = _answers(question, forecasters, shown, best)
+        if (warning := source.beyond(nearest.seq_len)) is not None:
+            answers.append(f"{warning}.")
+            extra["warning"] = warning
         if best is None:
             found = _with_more(question, forecasters, nearest)
             answers += [] if found is None else [more_sentence(question, found)]
@@ -128,6 +133,9 @@ def _with_more(question: Question, forecasters: Forecasters, nearest: Job) -> Fo
     if question.compare or question.arguments.get("offload") is not None or nearest.engine != "shardwise":
         return None
     lean = _leanest(question, nearest)
+    leanest = forecasters(lean)
+    if slot_bytes(leanest) > available_bytes(leanest, question.budget_bytes):
+        return None  # slots are never offloaded
     for changes in _LADDER:
         try:
             job = replace(lean, **changes)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from shardwise import accelerators
 from shardwise.errors import UserError
+from shardwise.plan.models.transformers_models import without_cache
 from shardwise.train.data.batches import IGNORED, MicroBatch
 from shardwise.train.process.interruption import Interruption
 from shardwise.train.process.ranks import Ranks
@@ -88,7 +89,7 @@ class LossFunction:
         config: Any = getattr(model, "config", None)
         is_transformer = hasattr(model, "get_output_embeddings")
         self._own_loss = "labels" in parameters and not is_transformer
-        self._no_cache = {"use_cache": False} if hasattr(config, "use_cache") else {}
+        self._no_cache = without_cache(config)
         self._router_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0))
 
     def __call__(self, model: nn.Module, batch: DeviceBatch) -> MicroBatchLoss:

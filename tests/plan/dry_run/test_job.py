@@ -124,6 +124,14 @@ def test_longer_than_the_model_takes_is_refused() -> None:
         forecast("gpt2", seq_len=2048)
 
 
+def test_longer_than_a_rotary_model_was_made_for_is_planned_with_a_warning() -> None:
+    llama = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama |= {"intermediate_size": 32, "vocab_size": 64, "max_position_embeddings": 32}
+    with pytest.warns(UserWarning, match="shardwise: seq_len=64 is more than the model's max_position_embeddings=32: "):
+        planned = forecast(llama, seq_len=64)
+    assert planned.job.seq_len == 64
+
+
 def test_the_signature_names_every_argument() -> None:
     parameters = inspect.signature(forecast).parameters
     assert list(parameters) == ["model", *(choice.name for choice in fields(Job))]

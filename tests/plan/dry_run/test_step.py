@@ -26,6 +26,7 @@ from shardwise.plan.dry_run.recording import (
     Wait,
 )
 from shardwise.plan.dry_run.step import record
+from shardwise.plan.models.source import resolve
 from tests.comm.recording import RecordingCollectives
 from tests.engine.cases import CASES, FP32, MIXED, Case
 from tests.engine.rig import Block, Net, recording, seeded
@@ -305,3 +306,23 @@ def test_models_that_cannot_be_planned() -> None:
         record(gpt2, job, rank=8)
     with pytest.raises(ConfigError, match="no such module"):
         record(gpt2, Job(gpu="cpu", units={nn.Conv2d}))
+
+
+def test_a_model_of_images_and_text_keeps_no_gathered_parameters() -> None:
+    """A cache of keys and values would keep what recomputation saved: every block's gathered parameters."""
+    text = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    config = {
+        "model_type": "mistral3",
+        "text_config": {"model_type": "mistral", "vocab_size": 100, "num_key_value_heads": 2, **text},
+    }
+    config["vision_config"] = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+    config["vision_config"] |= {"num_hidden_layers": 1, "num_attention_heads": 4}
+    job = Job(gpus_per_node=2, seq_len=32, activation_checkpointing="full")
+    events = record(resolve(config).builder(), job).events
+    assert sum(event.nbytes for event in events if isinstance(event, Allocate) and event.kind == "other") < 4096

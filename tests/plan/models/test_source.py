@@ -240,7 +240,14 @@ def test_arguments_that_may_be_left_out_are(tmp_path: Path, monkeypatch: pytest.
 
 def test_positions() -> None:
     assert resolve("gpt2").positions == 1024
-    assert resolve("llama-3-8b").positions == 8192
+    assert resolve("llama-3-8b").positions is None  # rotary
     assert resolve("vit-l-16").positions is None
     assert resolve("torch.nn:Identity").positions is None
     assert resolve({"model_type": "xlnet"}).positions is None  # transformers says -1: any
+
+
+def test_a_rotary_model_is_warned_of_sequences_that_it_was_not_made_for() -> None:
+    llama = resolve("llama-3-8b")
+    assert llama.beyond(8192) is None
+    assert str(llama.beyond(16384)).startswith("seq_len=16384 is more than the model's max_position_embeddings=8192: ")
+    assert resolve("vit-l-16").beyond(16384) is None

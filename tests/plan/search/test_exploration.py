@@ -128,6 +128,17 @@ def test_a_budget_is_what_fits() -> None:
         raise nothing_fits(tight)
 
 
+def test_where_one_unit_does_not_fit_it_is_named() -> None:
+    """More GPUs would not help: slots have the size of the largest unit on each of them."""
+    slots = formula(Job(gpus_per_node=64), context_bytes=0).memory
+    has = slots["gathered_slots"] + slots["reduce_slots"]
+    tight = explored(Asked(), budget_bytes=has - 1, strategy="full_shard", micro_batch=[1])
+    with pytest.raises(PlanError, match=r"the trouble is one unit, the root: slots of its size take .* on any number"):
+        raise nothing_fits(tight)
+    with pytest.raises(PlanError, match="more GPUs or a GPU with more memory"):
+        raise nothing_fits(explored(Asked(), budget_bytes=has, strategy="full_shard", micro_batch=[1]))
+
+
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("usable", [20, 31, 80, 200])
 def test_the_largest_batch_is_the_last_that_fits(mode: str, usable: int) -> None:

@@ -108,7 +108,6 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"model_type": "lama"}, "'lama' is unknown; did you mean .*llama"),
         ({**TINY, "num_layer": 2}, "num_layer is not a key of model_type 'llama'; did you mean"),
         ({**TINY, "vocab_size": 257}, "vocab_size=257, but the tokenizer needs 320"),
-        ({**TINY, "max_position_embeddings": 8}, "seq_len=32 is more than the model's max_position_embeddings=8"),
         ({"model_type": "gpt2", "n_positions": 8}, "seq_len=32 is more than the model's max_position_embeddings=8"),
         ({**TINY, "hidden_size": "wide"}, "invalid for model_type 'llama'.*hidden_size"),
         ({"model_type": "clip_vision_model"}, "transformers cannot build it"),
@@ -126,6 +125,12 @@ def test_mistakes_are_one_line(inline: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         build_model(ModelConfig(config=inline), TEXT)
     assert "\n" not in str(raised.value)
+
+
+def test_rotary_positions_go_beyond_what_the_model_was_made_for() -> None:
+    shorter = {**TINY, "max_position_embeddings": 8}
+    with pytest.warns(UserWarning, match="shardwise: data.seq_len=32 is more than the model's max_position_embeddings"):
+        assert config_of(build_model(ModelConfig(config=shorter), TEXT)).max_position_embeddings == 8
 
 
 def test_missing_files_are_named_with_their_neighbours(tmp_path: Path) -> None:

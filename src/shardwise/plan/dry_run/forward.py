@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
+from shardwise.plan.models.transformers_models import without_cache
 
 _IMAGE_CHANNELS = 3
 _FRAMES_PER_POSITION = 2
@@ -34,12 +35,13 @@ class TrainingForward:
         self._config: Any = getattr(model, "config", None)
         parameters = inspect.signature(model.forward).parameters
         self._takes_labels = "labels" in parameters
+        self._takes_text = "input_ids" in parameters
         self._first = next(iter(parameters), "input_ids")
         self._main = getattr(model, "main_input_name", None) or self._first
         self._own = getattr(model, "example_inputs", None)
         if job.loss == "chunked":
             chunk_head(model)
-        self._no_cache = {"use_cache": False} if hasattr(self._config, "use_cache") else {}
+        self._no_cache = without_cache(self._config)
 
     def inputs(self) -> dict[str, Any]:
         """Return one micro-batch, as keyword arguments."""
@@ -48,11 +50,15 @@ class TrainingForward:
             inputs: dict[str, Any] = self._own(job.micro_batch, job.seq_len)
             return inputs
         if self._main == "pixel_values":
-            size = getattr(self._config, "image_size", 224)
+            vision = getattr(self._config, "vision_config", self._config)
+            size = getattr(vision, "image_size", 224)
             height, width = size if isinstance(size, tuple | list) else (size, size)
-            channels = getattr(self._config, "num_channels", _IMAGE_CHANNELS)
+            channels = getattr(vision, "num_channels", _IMAGE_CHANNELS)
             inputs = {"pixel_values": torch.zeros(job.micro_batch, channels, height, width)}
             labels = torch.zeros(job.micro_batch, dtype=torch.int64)
+            if self._takes_text:
+                labels = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.int64)
+                inputs |= {"input_ids": labels.clone(), **self._no_cache}
         elif self._main == "input_features" and hasattr(self._config, "num_mel_bins") and self._takes_labels:
             frames = _FRAMES_PER_POSITION * getattr(self._config, "max_source_positions", 1500)
             inputs = {"input_features": torch.zeros(job.micro_batch, self._config.num_mel_bins, frames)}

@@ -9,20 +9,25 @@ The functions here replace those by the operations that a GPU would run:
 | other attention | memory-efficient: saves the mask too | materialise scores |
 | dropout | keeps a byte an element | keep a factor of the input's dtype |
 | rms_norm | saves its input and fp32 1 / rms per row | materialise fp32 intermediates |
+| functions of transformers that a package has a kernel for | one kernel: saves inputs and outputs | run them in torch |
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.plan.dry_run.job import Job
 
@@ -189,3 +194,128 @@ def full_sequences() -> Iterator[None]:
                 setattr(module, name, substitute(own))
                 stack.callback(setattr, module, name, own)
         yield
+
+
+# Kernels of other packages --------------------------------------------------------------------------------------------
+#
+# Scans, linear attention and short convolutions have kernels in packages for GPUs (flash-linear-attention, mamba-ssm,
+# causal-conv1d). transformers runs code in torch where these are not installed: a thousand operations for one kernel. A
+# dry run takes them as installed where the model will be trained.
+
+_library = torch.library.Library("shardwise_plan", "FRAGMENT")
+_library.define("package_kernel_(Tensor[] inputs, Tensor(a!)[] outputs, int flops) -> ()")
+torch.library.register_fake("shardwise_plan::package_kernel_", lambda inputs, outputs, flops: None, lib=_library)
+
+_BACKWARD_FLOPS = 3
+"""Operations of such a kernel's backward, in those of its forward, which it runs again."""
+_DECORATOR = "transformers.integrations.hub_kernels"
+
+
+class _Outcome(NamedTuple):
+    """What a function returns for given shapes."""
+
+    outputs: list[Any]
+    """On the meta device, flattened."""
+    structure: Any
+    flops: int
+
+
+class _PackageKernel(torch.autograd.Function):
+    """One kernel in each direction. Saves inputs and outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, outcome: _Outcome, *inputs: Tensor) -> tuple[Tensor, ...]:
+        outputs = [torch.empty_like(out, device=inputs[0].device) for out in outcome.outputs if isinstance(out, Tensor)]
+        torch.ops.shardwise_plan.package_kernel_(inputs, outputs, outcome.flops)
+        ctx.flops, ctx.count = _BACKWARD_FLOPS * outcome.flops, len(inputs)
+        ctx.save_for_backward(*inputs, *outputs)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        wanted = [
+            torch.empty_like(x) if needed else None for x, needed in zip(saved, ctx.needs_input_grad[1:], strict=False)
+        ]
+        written = [gradient for gradient in wanted if gradient is not None]
+        torch.ops.shardwise_plan.package_kernel_([*saved, *grads], written, ctx.flops)
+        return None, *wanted
+
+
+class _AsKernel:
+    """A function of a model's code that a package has a kernel for, run as one kernel on fake and meta tensors."""
+
+    _depth = 0
+
+    def __init__(self, own: Callable[..., Any], used: set[str], name: str) -> None:
+        self._own = own
+        self._used = used
+        self._name = name
+        self._known: dict[object, _Outcome | None] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if _AsKernel._depth or not inputs or not all(isinstance(x, FakeTensor) or x.is_meta for x in inputs):
+            return self._own(*args, **kwargs)
+        key = structure, *(_shape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        if key not in self._known:
+            self._known[key] = self._outcome(leaves, structure)
+        outcome = self._known[key]
+        if outcome is None:
+            return self._own(*args, **kwargs)
+        self._used.add(self._name)
+        made = iter(_PackageKernel.apply(outcome, *inputs))  # type: ignore[no-untyped-call]
+        return tree_unflatten([next(made) if isinstance(x, Tensor) else x for x in outcome.outputs], outcome.structure)
+
+    def _outcome(self, leaves: list[Any], structure: Any) -> _Outcome | None:
+        """Run the function on the meta device. None if it needs values."""
+        with _disable_current_modes(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            meta = [_meta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            args, kwargs = tree_unflatten(meta, structure)
+            _AsKernel._depth += 1
+            try:
+                outputs, returned = tree_flatten(self._own(*args, **kwargs))
+            except Exception:  # model code that needs values may raise anything
+                return None
+            finally:
+                _AsKernel._depth -= 1
+        return _Outcome(outputs, returned, int(counter.get_total_flops()))
+
+
+def _shape(x: Tensor) -> tuple[object, ...]:
+    return x.shape, x.stride(), x.dtype
+
+
+def _meta(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+@contextmanager
+def package_kernels(model: nn.Module, job: Job) -> Iterator[set[str]]:
+    """Inside, functions of the model's code that transformers runs by a package's kernel, if that is installed, are one
+    kernel each; not on CPUs, which have no such kernels.
+
+    Returns:
+        The set of functions that have run so, with their packages.
+    """
+    used: set[str] = set()
+    with ExitStack() as stack:
+        for module in {sys.modules[type(part).__module__] for part in model.modules()} if not job.on_cpu else ():
+            for name, function in [*vars(module).items()]:
+                found = _of_package(function)
+                if found is not None:
+                    setattr(module, name, _AsKernel(function.__wrapped__, used, found))
+                    stack.callback(setattr, module, name, function)
+        yield used
+
+
+def _of_package(function: Any) -> str | None:
+    """Return the function and the package of a kernel that transformers may run instead of a function of a model's
+    code; None for any other value."""
+    if not inspect.isfunction(function) or function.__globals__.get("__name__") != _DECORATOR:
+        return None
+    settings = inspect.getclosurevars(function).nonlocals
+    if "package" not in settings or not hasattr(function, "__wrapped__"):
+        return None
+    return f"{settings['func_name']} of {settings['package']}"

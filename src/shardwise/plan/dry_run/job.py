@@ -307,8 +307,8 @@ class Job(Machines):
 
 
 def suited_to(source: ModelSource, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with a sequence length for which the model has positions, as in training, and with an attention
-    that it supports.
+    """Return arguments with a sequence length that the model can compute, as in training, and with an attention that it
+    supports.
 
     Args:
         source: the model.

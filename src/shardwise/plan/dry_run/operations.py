@@ -76,6 +76,8 @@ def operation_of(func: Any) -> Operation | None:
     elif "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
         backward = "backward" in name
         kind, matmul, flops = KernelKind.ATTENTION, _attention_shape(backward), _attention_flops(backward)
+    elif name == "package_kernel_":
+        kind, flops = KernelKind.ATTENTION, lambda inputs, outputs, flops, **_: flops
     scratch = _flash_backward_scratch if name == "_scaled_dot_product_flash_attention_backward" else None
     return Operation(func, name, kind, func._schema.is_mutable, matmul, flops, scratch)
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from shardwise.plan.dry_run.forward import TrainingForward
-from shardwise.plan.dry_run.gpu_kernels import full_sequences
+from shardwise.plan.dry_run.gpu_kernels import full_sequences, package_kernels
 from shardwise.plan.dry_run.job import Job
 
 _LONGEST_PERIOD = 8
@@ -157,7 +157,8 @@ def _described(model: nn.Module, container: str, blocks: Sequence[nn.Module]) ->
         }
         for number, block in enumerate(blocks)
     ]
-    numbers = {name for name in facts[0] if all(fact.get(name) == number for number, fact in enumerate(facts))}
+    names = dict.fromkeys(name for fact in facts for name in fact)  # blocks of several kinds have different ones
+    numbers = {name for name in names if all(fact.get(name, number) == number for number, fact in enumerate(facts))}
     return [tuple((name, value) for name, value in fact.items() if name not in numbers) for fact in facts]
 
 
@@ -305,7 +306,7 @@ def _graphs(model: nn.Module, blocks: Sequence[nn.Module], job: Job) -> list[tup
         handles += [block.register_forward_pre_hook(enter(number)), block.register_forward_hook(leave)]
     try:
         feed = TrainingForward(model, job)
-        with torch.device("meta"), full_sequences(), mode:
+        with torch.device("meta"), full_sequences(), package_kernels(model, job), mode:
             feed.loss(model, feed.inputs())
     finally:
         for handle in handles:

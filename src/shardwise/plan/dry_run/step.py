@@ -6,7 +6,8 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,7 @@ from shardwise.plan.dry_run.autocast import autocast
 from shardwise.plan.dry_run.depth import deepened
 from shardwise.plan.dry_run.fake_tensors import FakeTensors
 from shardwise.plan.dry_run.forward import TrainingForward
-from shardwise.plan.dry_run.gpu_kernels import device_kernels, full_sequences
+from shardwise.plan.dry_run.gpu_kernels import device_kernels, full_sequences, package_kernels
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Recorder
 from shardwise.plan.dry_run.recording import Facts, Recording, StepPhase
@@ -98,13 +99,17 @@ def record(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Recordi
         with recorder:
             model = _built(builder)
             run = _DryRun(model, job, rank, recorder)
-            with recorder.following(model, run.blocks), full_sequences(), warnings.catch_warnings():
+            with ExitStack() as stack:
+                stack.enter_context(recorder.following(model, run.blocks))
+                stack.enter_context(full_sequences())
+                kernels = stack.enter_context(package_kernels(model, job))
+                stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
                 run.step()
                 recorder.start(_kinds(run.engine, model, run.optimizer))
                 run.step()
             events = recorder.stop()
-        facts = run.facts()
+        facts = replace(run.facts(), package_kernels=", ".join(sorted(kernels)))
         del run, model
     return Recording(job, facts, events, rank)
 

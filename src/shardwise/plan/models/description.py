@@ -15,7 +15,9 @@ class ConfigDescription:
     """What a plan needs to know about one configuration."""
 
     positions: int | None
-    """The longest sequence that the model supports; None: any."""
+    """The longest sequence that the model was made for; None: any."""
+    is_rotary: bool
+    """Whether longer sequences can be computed too, because positions are rotary."""
     normalised: dict[str, Any]
     """The configuration's own keys, under the names that the installed transformers has for them."""
     is_language_model: bool

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError, one_line
 from shardwise.plan.models.description import ConfigDescription, kept_attention, kept_description
-from shardwise.plan.models.transformers_models import build_transformer, check_model_type, described, fastest_attention
+from shardwise.plan.models.transformers_models import (
+    beyond_words,
+    build_transformer,
+    check_model_type,
+    described,
+    fastest_attention,
+)
 from shardwise.suggest import did_you_mean, nearest_path
 
 if TYPE_CHECKING:
@@ -78,15 +84,20 @@ class ModelSource:
 
     @property
     def positions(self) -> int | None:
-        """The longest sequence that the model supports. None: any, or only its code knows.
+        """The longest sequence that the model can compute. None: any, or only its code knows.
 
         Raises:
             PlanError: transformers cannot build the configuration.
         """
-        stated = None if self.config is None else self.config.get("max_position_embeddings")
-        if isinstance(stated, int) and stated > 0:
-            return stated
-        return None if self.description is None else self.description.positions
+        return None if self.description is None or self.description.is_rotary else self.description.positions
+
+    def beyond(self, seq_len: int) -> str | None:
+        """Return a warning if sequences are longer than those that a model with rotary positions was made for, else
+        None. Raises PlanError as `positions`."""
+        known = None if self.description is None else self.description.positions
+        if known is None or seq_len <= known:
+            return None
+        return beyond_words(f"seq_len={seq_len}", known)
 
     @property
     def attention(self) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +78,10 @@ def _described(config: Mapping[str, Any]) -> ConfigDescription:
     from transformers import AutoModelForCausalLM
 
     filled = complete_config(config)
-    longest = getattr(filled, "max_position_embeddings", None)
+    text = text_part(filled)
     return ConfigDescription(
-        positions=longest if isinstance(longest, int) and longest > 0 else None,
+        positions=positions_of(text),
+        is_rotary=is_rotary(text),
         normalised=_normalised(config, filled.to_diff_dict()),
         is_language_model=type(filled) in AutoModelForCausalLM._model_mapping,
     )
@@ -90,7 +93,7 @@ def fastest_attention(config: Mapping[str, Any]) -> str:
     found = kept_attention(config)
     if found is None:
         with _errors_on_one_line(config["model_type"]):
-            model = _model_class(complete_config(config))
+            model, _ = _model_and_config(complete_config(config))
         found = "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
         keep_attention(config, found)
     return found
@@ -112,15 +115,47 @@ def complete_config(config: Mapping[str, Any]) -> Any:
     import_transformers()
     from transformers import CONFIG_MAPPING
 
-    values = json.loads(json.dumps(config))  # a copy: transformers keeps nested tables as its own
+    values = {key: value for key, value in config.items() if key not in _NOT_THE_SHAPE}
     model_type = values.pop("model_type")
     check_sizes(model_type, SimpleNamespace(**values), PlanError)  # before transformers divides by them
-    with _errors_on_one_line(model_type):
-        filled = CONFIG_MAPPING[model_type](
-            **{key: value for key, value in values.items() if key not in _NOT_THE_SHAPE}
-        )
+    with TemporaryDirectory() as folder, _errors_on_one_line(model_type):
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps(values), encoding="utf-8")  # only transformers knows how it writes infinite numbers
+        filled = CONFIG_MAPPING[model_type].from_json_file(file)
     check_sizes(model_type, filled, PlanError)
     return filled
+
+
+def text_part(filled: Any) -> Any:
+    """Return the part of a transformers configuration that describes the model of text: of a model that reads more than
+    text, a configuration inside it; else the configuration itself."""
+    try:
+        return filled.get_text_config(decoder=True)
+    except ValueError:  # there are several
+        return filled
+
+
+def positions_of(text: Any) -> int | None:
+    """Return the longest sequence that a transformers configuration of text states; None if it states none."""
+    longest = getattr(text, "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None
+
+
+def is_rotary(text: Any) -> bool:
+    """Whether a transformers configuration of text has rotary positions. They are computed for any position, so
+    sequences may be longer than those that the model was made for."""
+    return bool(getattr(text, "rope_parameters", None))
+
+
+def beyond_words(seq_len: str, positions: int) -> str:
+    """Return the warning for sequences that are longer than those that a model with rotary positions was made for.
+
+    seq_len: the setting and its value.
+    """
+    return (
+        f"{seq_len} is more than the model's max_position_embeddings={positions}: rotary positions go on, but "
+        "a model trained before has not seen them"
+    )
 
 
 def build_transformer(config: Mapping[str, Any], attention: str) -> nn.Module:
@@ -133,29 +168,71 @@ def build_transformer(config: Mapping[str, Any], attention: str) -> nn.Module:
     Raises:
         PlanError: transformers cannot build it.
     """
-    filled = complete_config(config)
-    if getattr(filled, "use_cache", None):
-        filled.use_cache = False  # a training step keeps no keys and values for generation
-    if getattr(filled, "is_encoder_decoder", False) and getattr(filled, "decoder_start_token_id", None) is None:
-        filled.decoder_start_token_id = 0  # the first token before shifted labels; some types have no default
     with _errors_on_one_line(config["model_type"]):
-        model: nn.Module = _model_class(filled)._from_config(filled, attn_implementation=attention)
+        model_class, filled = _model_and_config(complete_config(config))
+        for part in _parts(filled):
+            if getattr(part, "use_cache", None):
+                part.use_cache = False  # a training step keeps no keys and values for generation
+            for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+                if getattr(part, name, 0):
+                    setattr(part, name, 0.0)  # the step that is planned skips no layer
+            if getattr(part, "is_encoder_decoder", False):
+                for name in ("decoder_start_token_id", "pad_token_id"):  # of shifted labels; some types have no default
+                    if getattr(part, name, None) is None:
+                        setattr(part, name, 0)
+        model: nn.Module = model_class._from_config(filled, attn_implementation=attention)
     return model.train()
+
+
+def without_cache(config: object) -> dict[str, bool]:
+    """Return the argument with which a model's forward keeps no keys and values for generation. If they were kept, so
+    would be what recomputation saves, gathered parameters included.
+
+    config: the model's `config`, whatever it is; of a model of more than text, the part for text may have the setting.
+    """
+    has_cache = hasattr(config, "use_cache") or hasattr(getattr(config, "text_config", None), "use_cache")
+    return {"use_cache": False} if has_cache else {}
+
+
+def _parts(filled: Any) -> Iterator[Any]:
+    """Yield a transformers configuration and all configurations inside it."""
+    yield filled
+    for name in getattr(filled, "sub_configs", ()):
+        part = getattr(filled, name, None)
+        if part is not None:
+            yield from _parts(part)
 
 
 @contextmanager
 def _errors_on_one_line(model_type: str) -> Iterator[None]:
-    """Turn errors of transformers into a PlanError of one line."""
+    """Turn errors of transformers into a PlanError of one line. If a constructor needs values that fake tensors do not
+    have, the error stays what it is: the dry run then calls it without them."""
     try:
         yield
     except Exception as error:  # transformers does not check values: it may raise anything
+        if _needs_values(error):
+            raise
         if "scaled_dot_product_attention" in str(error):
             raise PlanError(f'transformers has no fused attention for {model_type}: use attention "eager"') from error
         raise PlanError(f"transformers cannot build this {model_type}: {one_line(error, with_type=True)}") from error
 
 
+def _needs_values(error: Exception) -> bool:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+
+
+def _model_and_config(config: Any) -> tuple[Any, Any]:
+    """Return the class of a configuration's model and the configuration that it takes. The class is the one that the
+    configuration names, else the first head that its type has; if that is a model of text alone, it takes only the part
+    of the configuration for text, as with transformers' own AutoModelForCausalLM."""
+    found = _model_class(config)
+    of_text = getattr(config, "sub_configs", {}).get("text_config")
+    return found, config.text_config if of_text is not None and found.config_class is of_text else config
+
+
 def _model_class(config: Any) -> Any:
-    """Return the class of a configuration's model: the one that it names, else the first head that its type has."""
     import transformers
 
     for name in getattr(config, "architectures", None) or ():

@@ -48,6 +48,9 @@ def assumptions(forecast: Forecast) -> Iterator[Assumption]:
     if job.price_per_hour is None and hardware.price_per_hour is not None:
         price = hardware.price_per_hour
         yield Assumption("price", f"{price.value:g} per device and hour ({_source(price)})")
+    if forecast.recording.facts.package_kernels:
+        kernels = f"{forecast.recording.facts.package_kernels}, as installed where it trains"
+        yield Assumption("kernels of packages", kernels, "without them transformers runs many slow kernels instead")
     yield Assumption("optimizer", f"{job.optimizer}, states in the master dtype")
     yield Assumption("loss", {"model": "the model's own, with its logits in memory"}.get(job.loss, job.loss))
     yield Assumption(

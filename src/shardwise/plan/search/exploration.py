@@ -217,7 +217,26 @@ def nothing_fits(exploration: Exploration) -> PlanError:
     gpu = getattr(job.gpu, "name", job.gpu)
     return PlanError(
         f"nothing fits {job.world_size} x {gpu}; the nearest configuration, {describe(job)}, "
-        f"{why_too_large(forecast, has)}; {ways_out(job)}"
+        f"{why_too_large(forecast, has)}; {_too_large_unit(forecast, has) or ways_out(job)}"
+    )
+
+
+def slot_bytes(forecast: Forecast) -> int:
+    """Return the bytes of slots for gathered parameters and for gradients to reduce, which neither more devices nor
+    offload make less. Unless the strategy keeps gathered parameters, the largest unit decides."""
+    return forecast.memory.get("gathered_slots", 0) + forecast.memory.get("reduce_slots", 0)
+
+
+def _too_large_unit(forecast: Forecast, has_bytes: int) -> str | None:
+    """Say, if slots alone do not fit, which unit is the trouble and what would help. None if they fit."""
+    if forecast.job.strategy.keeps_params or slot_bytes(forecast) <= has_bytes:
+        return None
+    gathered, reduced = (forecast.memory.get(kind, 0) for kind in ("gathered_slots", "reduce_slots"))
+    sizes = forecast.recording.facts.unit_bytes
+    return (
+        f"the trouble is one unit, {max(sizes, key=sizes.__getitem__) or 'the root'}: slots of its size take "
+        f"{gib(gathered)} GiB to gather and {gib(reduced)} GiB to reduce on any number of GPUs; reduce in fewer "
+        "bits (--precision bf16/bf16/fp32), use smaller --units where its modules allow, or a GPU with more memory"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from math import inf
@@ -215,7 +216,8 @@ def forecast(model: ModelLike, **arguments: Any) -> Forecast:
             configuration as a dict with its "model_type", "module:function", or a callable that builds an nn.Module
             (called on the meta device).
         arguments: fields of `Job`, by name. If `seq_len` is not given and the model's longest sequence is shorter than
-            the default, it is the model's longest.
+            the default, it is the model's longest. Sequences longer than `max_position_embeddings` are refused; with
+            rotary positions, which go on, there is a warning.
 
     Raises:
         PlanError: an unknown model or device, a model that cannot be run dry, or sequences too long for it.
@@ -223,6 +225,8 @@ def forecast(model: ModelLike, **arguments: Any) -> Forecast:
     """
     source = resolve(model)
     job = Job.of(**suited_to(source, arguments))
+    if (warning := source.beyond(job.seq_len)) is not None:
+        warnings.warn(f"shardwise: {warning}", stacklevel=2)
     return forecast_of(recorded(source, job))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, one_line
 from shardwise.plan.models.factory import load_factory
-from shardwise.plan.models.transformers_models import check_sizes
+from shardwise.plan.models.transformers_models import beyond_words, check_sizes, is_rotary, positions_of, text_part
 from shardwise.policy.precision import dtype_name
 from shardwise.suggest import did_you_mean, nearest_path
 from shardwise.train.build.lora import add_adapter
@@ -51,6 +52,8 @@ def build_model(config: ModelConfig, text: TextShape, lora: LoraConfig = NO_ADAP
             the ids of the special tokens and, if the model type's default is less than `seq_len`,
             `max_position_embeddings`.
         lora: the section `[lora]`.
+
+    Warns if sequences are longer than those that a model with rotary positions was made for.
 
     Raises:
         ConfigError: a path, model type, key or factory does not exist (the message names the most similar one); the
@@ -152,8 +155,12 @@ def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
 
 def _check_fits(hf_config: PreTrainedConfig, text: TextShape) -> None:
     check_sizes(hf_config.model_type, hf_config, ConfigError)
-    positions = getattr(hf_config, "max_position_embeddings", None)
-    check_fits(getattr(hf_config, "vocab_size", None), positions, text.vocab_size, text.seq_len)
+    own = text_part(hf_config)
+    positions = positions_of(own)
+    if positions is not None and positions < text.seq_len and is_rotary(own):
+        warnings.warn(f"shardwise: {beyond_words(f'data.seq_len={text.seq_len}', positions)}", stacklevel=4)
+        positions = None
+    check_fits(getattr(own, "vocab_size", None), positions, text.vocab_size, text.seq_len)
 
 
 def _without_numbers(model: nn.Module, config: ModelConfig) -> nn.Module:

@@ -52,13 +52,12 @@ def check_data(config: DataConfig) -> None:
 
 
 def check_model(model: ModelConfig, data: DataConfig) -> None:
-    """Raise ConfigError if the model's configuration has a smaller vocabulary than the tokenizer, or shorter sequences
-    than the data. Checks only models given by a configuration, and tokenizers that are "bytes" or have a
-    `tokenizer.json`; the ranks check all others."""
+    """Raise ConfigError if the model's configuration has a smaller vocabulary than the tokenizer, or fewer learned
+    positions ("n_positions") than the data's sequences. Checks only models given by a configuration, and tokenizers
+    that are "bytes" or have a `tokenizer.json`; the ranks check all others."""
     described = _described(model)
     vocabulary = _vocabulary_of(data.tokenizer)
-    positions = described.get("max_position_embeddings", described.get("n_positions"))
-    check_fits(_whole(described.get("vocab_size")), _whole(positions), vocabulary, data.seq_len)
+    check_fits(_whole(described.get("vocab_size")), _whole(described.get("n_positions")), vocabulary, data.seq_len)
 
 
 def check_fits(vocab_size: int | None, positions: int | None, needed: int | None, seq_len: int) -> None:
@@ -66,7 +65,7 @@ def check_fits(vocab_size: int | None, positions: int | None, needed: int | None
 
     Args:
         vocab_size: the model's vocabulary size.
-        positions: the longest sequence that the model supports.
+        positions: the longest sequence that the model can compute.
         needed: the tokenizer's vocabulary size: all token ids are below it.
         seq_len: tokens per sequence of the data.
     """
