@@ -246,6 +246,24 @@ def too_late() -> None:
     comm.barrier()
 
 
+def other_units() -> str:
+    """Have two ranks wait for each other: each wants to write the buffer that the other one has not left."""
+    os.environ["SHARDWISE_TIMEOUT_S"] = "1"
+    try:
+        comm = collectives("shm", poison=False)
+    finally:
+        del os.environ["SHARDWISE_TIMEOUT_S"]
+    comm.labels.update({1: "the gather of vision", 2: "the gather of text"})
+    vision, text = (comm.allocate(400 * comm.world_size, BufferKind.GATHER) for _ in range(2))
+    for buffer in (vision, text):
+        comm.all_gather(buffer, (FlatSpan(0, 400),), label=buffer.index + 1).wait()
+    own = text if comm.rank else vision
+    comm.release(own)
+    with pytest.raises(CollectiveTimeout) as caught:
+        comm.claim(own)
+    return str(caught.value)
+
+
 def inference_and_fill(nbytes: int) -> tuple[bool, int, int]:
     comm = collectives("shm")
     with torch.inference_mode():
@@ -324,6 +342,14 @@ def test_a_dead_peer_is_named_at_once() -> None:
     """And whatever is waited for after that, too."""
     with RankPool(3) as pool, pytest.raises(CollectiveTimeout, match=r"(all_gather on rank \d: the process.*){4}"):
         pool.run(one_dies)
+
+
+def test_ranks_that_call_other_units_are_told_where_both_were(ranks: RankPools) -> None:
+    for rank, said in enumerate(ranks(2).run(other_units)):
+        own = "text" if rank else "vision"
+        assert said.startswith(f"claim of a buffer after the gather of {own} on rank {rank}: rank {1 - rank} did not")
+        assert "calls other units than this rank, as where only some ranks' batches have images" in said
+        assert f"that rank {rank} began is the gather of text, rank {1 - rank}'s is the gather of text" in said
 
 
 def waits_for_a_child() -> str:

@@ -101,7 +101,7 @@ class ShmCollectives(NoStreams):
         """Wait until no rank reads the contents of the buffer's last use."""
         shared = self._shared[buffer.index]
         shared.pending.wait()
-        shared.finished.wait(shared.uses, "claim")
+        shared.finished.wait(shared.uses, "claim", shared.signature)
 
     def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
         """Post that this rank's slices are written. The work waits until every rank has posted."""
@@ -244,6 +244,7 @@ class ShmCollectives(NoStreams):
 
     def _post(self, shared: _SharedBuffer, signature: int) -> _Arrival:
         self._journal.write(signature)
+        shared.signature = signature
         shared.posted.post(shared.use(), signature)
         return _Arrival(shared, signature)
 
@@ -309,6 +310,8 @@ class _SharedBuffer:
         self.kind = kind
         self.uses = 0
         """How often this rank has posted the buffer: once for a gather or a reduction, twice for an all_reduce."""
+        self.signature = 0
+        """The signature of this rank's last post, or 0."""
         self.pending: Work = FINISHED
         self._nbytes = nbytes
         parts = world_size if kind is BufferKind.REDUCE else 1

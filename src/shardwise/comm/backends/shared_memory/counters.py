@@ -68,8 +68,9 @@ class Watch:
         found = None if self.journal is None else self.journal.difference()
         return None if found is None else self.mismatch(*found)
 
-    def until(self, ready: Callable[[], bool], peer: int, op: str | int) -> None:
-        """Wait until `ready()`. `op`: the signature of the call; its name if the journal does not have it.
+    def until(self, ready: Callable[[], bool], peer: int, op: str | int, used_for: int = 0) -> None:
+        """Wait until `ready()`. `op`: the signature of the call; its name if the journal does not have it, and then
+        `used_for` is the signature of the buffer's last use.
 
         Raises:
             CollectiveTimeout: `peer` was not ready in time, or any process of the group has ended.
@@ -90,10 +91,11 @@ class Watch:
                 time.sleep(min((now - start) / 8, _LONGEST_SLEEP_S))
             if now > look:
                 look = now + _LOOK_EVERY_S
-                self._look(ready, peer, op, now - start)
+                self._look(ready, peer, op, used_for, now - start)
 
-    def _look(self, ready: Callable[[], bool], peer: int, op: str | int, waited_s: float) -> None:
-        what = f"{op} of a buffer" if isinstance(op, str) else in_words(op, self.labels)
+    def _look(self, ready: Callable[[], bool], peer: int, op: str | int, used_for: int, waited_s: float) -> None:
+        after = f" after {in_words(used_for, self.labels)}" if used_for else ""
+        what = f"{op} of a buffer{after}" if isinstance(op, str) else in_words(op, self.labels)
         difference = self.first_difference()  # first: a peer that found it before may have exited
         if difference is not None:
             raise self.fail(difference)
@@ -108,10 +110,19 @@ class Watch:
         if waited_s > self._timeout_s:
             raise self.fail(
                 CollectiveTimeout(
-                    f"{what} on rank {self.rank}: rank {peer} did not arrive within {self._timeout_s:g} s: it hangs or "
-                    "runs other code. SHARDWISE_TIMEOUT_S sets how long to wait."
+                    f"{what} on rank {self.rank}: rank {peer} did not arrive within {self._timeout_s:g} s: it hangs, "
+                    "runs other code, or calls other units than this rank, as where only some ranks' batches have "
+                    f"images.{self._last_calls(peer)} Every rank must call the same units in the same order. "
+                    "SHARDWISE_TIMEOUT_S sets how long to wait."
                 )
             )
+
+    def _last_calls(self, peer: int) -> str:
+        """Return a sentence on where this rank and a peer were last, or "" if that is not known."""
+        if self.journal is None:
+            return ""
+        own, theirs = (in_words(self.journal.last(rank), self.labels) for rank in (self.rank, peer))
+        return f" The last collective that rank {self.rank} began is {own}, rank {peer}'s is {theirs}."
 
 
 class Counter:
@@ -135,9 +146,9 @@ class Counter:
         """Whether every peer has posted at least `value`."""
         return all(self._head[word] >= value for _, word in self._peers)
 
-    def wait(self, value: int, op: str | int) -> None:
-        """Wait until every rank has posted at least `value`. `op`: as for `Watch.until`; peers' signatures are compared
-        with it.
+    def wait(self, value: int, op: str | int, used_for: int = 0) -> None:
+        """Wait until every rank has posted at least `value`. `op`, `used_for`: as for `Watch.until`; peers' signatures
+        are compared with `op`.
 
         Raises:
             CollectiveTimeout: a rank did not post in time, or its process ended.
@@ -146,7 +157,7 @@ class Counter:
         head = self._head
         for peer, word in self._peers:
             if head[word] < value:
-                self._watch.until(lambda word=word: head[word] >= value, peer, op)  # type: ignore[misc]
+                self._watch.until(lambda word=word: head[word] >= value, peer, op, used_for)  # type: ignore[misc]
             if type(op) is int and head[word + 1 + value % 2] != op:
                 theirs = head[word + 1 + value % 2]
                 raise self._watch.fail(self._watch.first_difference() or self._watch.mismatch(op, peer, theirs))
@@ -189,6 +200,11 @@ class Journal:
                 if mine != other:
                     return mine, peer, other
         return None
+
+    def last(self, rank: int) -> int:
+        """Return the signature of a rank's last call. Does not wait. There must be one."""
+        start = self._start(rank) + _WORDS
+        return self._head[start + (self._head[start - _WORDS] - 1) % _KEPT]
 
     def next_of(self, peer: int) -> int | None:
         """Return the signature of the call that a peer made after as many as this rank has made; None if none."""
