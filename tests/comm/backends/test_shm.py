@@ -325,7 +325,7 @@ def test_ranks_that_wait_for_one_another_at_different_buffers_are_told_apart_at_
 
 def test_a_rank_that_goes_on_alone_after_an_error_is_named(ranks: RankPools) -> None:
     own, other = ranks(2).run(one_goes_on_after_an_error)
-    assert own.startswith("rank 0 raised an error where rank 1 went on to the gather of one, and then called")
+    assert own.startswith("rank 0 raised an error and went on, while rank 1 was at the gather of one. ")
     assert other.startswith("rank 0 raised an error instead of taking part in the gather of one, for which rank 1")
 
 
