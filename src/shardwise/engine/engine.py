@@ -338,7 +338,7 @@ class Engine:
             self.unsharder.reshard(unit)
             what = "so replicas would differ" if unit.parameters.is_pinned else "in a gathered copy that is then lost"
             raise UsageError(
-                f"the forward of unit {unit.fqn!r} wrote parameter {written!r} in place, {what}. Write parameters "
+                f"the forward of {unit} wrote parameter {written!r} in place, {what}. Write parameters "
                 "outside forward, in sw.unsharded(model, writeback=True), or make it a buffer"
             )
         if unit.keeps_params or call.recompute:
