@@ -258,7 +258,8 @@ def forecast_of(recording: Recording) -> Forecast:
     usable = int(hardware.usable_bytes.value)
     timeline = _timeline(recording)
     tokens_per_s = facts.tokens_per_rank(job) / timeline.step_time_s
-    dimensions = Dimensions(facts.params - _idle_params(recording), facts.embeddings, facts.layers, facts.width)
+    computing = facts.params - facts.unused - _idle_params(recording)
+    dimensions = Dimensions(computing, facts.embeddings, facts.layers, facts.width)
     return Forecast(
         job=job,
         parameters=facts.params,
