@@ -112,7 +112,7 @@ class Forecast:
     tokens_per_s_per_gpu: float
     mfu: float
     """Model FLOPs utilisation: 6 N + 12 L d s operations per token over the dense peak of the compute dtype; N without
-    the experts that a token is not sent to."""
+    the experts that a token is not sent to and what gets no gradient."""
     compute_s: float
     """Seconds of a step in which the compute stream runs kernels."""
     exposed_comm_s: float
