@@ -70,7 +70,9 @@ class Formula:
     @property
     def recording(self) -> Any:
         """What bounds need of one: parameters in the compute dtype, and the number of blocks."""
-        return SimpleNamespace(facts=SimpleNamespace(unit_bytes={"": 16 * GIB}, layers=32, package_kernels=""))
+        return SimpleNamespace(
+            facts=SimpleNamespace(unit_bytes={"": 16 * GIB}, layers=32, unused=0, package_kernels="")
+        )
 
     @property
     def cost(self) -> Cost | None:

@@ -324,5 +324,14 @@ def test_a_model_of_images_and_text_keeps_no_gathered_parameters() -> None:
     config["vision_config"] = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
     config["vision_config"] |= {"num_hidden_layers": 1, "num_attention_heads": 4}
     job = Job(gpus_per_node=2, seq_len=32, activation_checkpointing="full")
-    events = record(resolve(config).builder(), job).events
+    recording = record(resolve(config).builder(), job)
+    with torch.device("meta"):
+        model = resolve(config).builder()()
+    of_images = [
+        module
+        for name, module in model.named_modules()
+        if name in {"model.vision_tower", "model.multi_modal_projector"}
+    ]
+    assert recording.facts.unused == sum(p.numel() for module in of_images for p in module.parameters()) > 0
+    events = recording.events
     assert sum(event.nbytes for event in events if isinstance(event, Allocate) and event.kind == "other") < 4096

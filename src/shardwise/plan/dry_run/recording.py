@@ -247,6 +247,8 @@ class Facts:
     kept_bytes: dict[str, int]
     """By compiled block's fqn: bytes that it saves in a micro-batch's forward for its backward; empty without
     compilation. The recorded events are those of eager mode in any case."""
+    unused: int = 0
+    """Elements of trainable parameters that got no gradient, such as those for images in a step of text."""
     package_kernels: str = ""
     """Functions that run as one kernel because a package for GPUs has one, with the packages."""
 

@@ -156,6 +156,7 @@ class _DryRun:
         if job.optimizer_in_backward:
             optimizer_in_backward(model, self.optimizer)
         self.blocks = _blocks(self.engine)
+        self.unused = 0
         _trace_engine(self.engine, recorder)
 
     def step(self) -> None:
@@ -176,6 +177,8 @@ class _DryRun:
     def update(self) -> None:
         self.recorder.stage = StepPhase.OPTIMIZER
         if not self.job.optimizer_in_backward:
+            trainable = (p for p in self.model.parameters() if p.requires_grad)
+            self.unused = sum(p.numel() for p in trainable if p.grad is None)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), _MAX_NORM, foreach=True)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -199,6 +202,7 @@ class _DryRun:
             unit_shard_bytes={unit.fqn: unit.parameters.shard_bytes for unit in units},
             unit_trained_bytes={unit.fqn: _trained_bytes(unit) for unit in units},
             kept_bytes=self._kept(args, kwargs),
+            unused=self.unused,
         )
 
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:

@@ -48,6 +48,8 @@ def assumptions(forecast: Forecast) -> Iterator[Assumption]:
     if job.price_per_hour is None and hardware.price_per_hour is not None:
         price = hardware.price_per_hour
         yield Assumption("price", f"{price.value:g} per device and hour ({_source(price)})")
+    if unused := forecast.recording.facts.unused:
+        yield Assumption("inputs", f"those of one kind alone: {unused / 1e6:,.0f} M parameters are held but not used")
     if forecast.recording.facts.package_kernels:
         kernels = f"{forecast.recording.facts.package_kernels}, as installed where it trains"
         yield Assumption("kernels of packages", kernels, "without them transformers runs many slow kernels instead")

@@ -112,7 +112,7 @@ class Forecast:
     tokens_per_s_per_gpu: float
     mfu: float
     """Model FLOPs utilisation: 6 N + 12 L d s operations per token over the dense peak of the compute dtype; N without
-    the experts that a token is not sent to."""
+    the experts that a token is not sent to and what gets no gradient."""
     compute_s: float
     """Seconds of a step in which the compute stream runs kernels."""
     exposed_comm_s: float
@@ -258,7 +258,8 @@ def forecast_of(recording: Recording) -> Forecast:
     usable = int(hardware.usable_bytes.value)
     timeline = _timeline(recording)
     tokens_per_s = facts.tokens_per_rank(job) / timeline.step_time_s
-    dimensions = Dimensions(facts.params - _idle_params(recording), facts.embeddings, facts.layers, facts.width)
+    computing = facts.params - facts.unused - _idle_params(recording)
+    dimensions = Dimensions(computing, facts.embeddings, facts.layers, facts.width)
     return Forecast(
         job=job,
         parameters=facts.params,
