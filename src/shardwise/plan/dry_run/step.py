@@ -30,6 +30,7 @@ from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.model_tools.classes import classes_named
 from shardwise.optim.adamw_8bit import AdamW8bit
 from shardwise.optim.adamw_bf16 import AdamWBF16
+from shardwise.optim.adamw_pieces import AdamWInPieces
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.whole_matrix import whole_matrix
 from shardwise.plan.dry_run.autocast import autocast
@@ -148,6 +149,8 @@ class _DryRun:
         self.engine.refuses_autocast = job.autocast is None
         checkpoint_units(model, job.activation_checkpointing, None if job.on_cpu else TracedCopies(recorder))
         self.optimizer = _optimizer(model, job.optimizer)
+        if isinstance(self.optimizer, AdamWInPieces) and not job.on_cpu:
+            self.optimizer.cpu_chunk_numel = self.optimizer.chunk_numel
         if job.optimizer_in_backward:
             optimizer_in_backward(model, self.optimizer)
         self.blocks = _blocks(self.engine)
