@@ -149,8 +149,8 @@ class _DryRun:
         self.engine.refuses_autocast = job.autocast is None
         checkpoint_units(model, job.activation_checkpointing, None if job.on_cpu else TracedCopies(recorder))
         self.optimizer = _optimizer(model, job.optimizer)
-        if isinstance(self.optimizer, AdamWInPieces) and not job.on_cpu:
-            self.optimizer.cpu_chunk_numel = self.optimizer.chunk_numel
+        if isinstance(self.optimizer, AdamWInPieces):
+            _follow_pieces(self.optimizer, job, recorder)
         if job.optimizer_in_backward:
             optimizer_in_backward(model, self.optimizer)
         self.blocks = _blocks(self.engine)
@@ -231,6 +231,22 @@ def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     if name in {"sgd", "momentum"}:
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9 if name == "momentum" else 0.0, fused=True)
     return (torch.optim.Adam if name == "adam" else torch.optim.AdamW)(groups, fused=True)
+
+
+def _follow_pieces(optimizer: AdamWInPieces, job: Job, recorder: Recorder) -> None:
+    """Let an optimizer of many kernels update as many elements at a time as the job's device would, and give its events
+    the names of parameters, which tell those of one block from another's (`depth`)."""
+    if not job.on_cpu:
+        optimizer.cpu_chunk_numel = optimizer.chunk_numel
+    if job.optimizer_in_backward:
+        return
+    update = optimizer._update
+
+    def named(parameter: Any, *args: Any) -> None:
+        with recorder.within(parameter.fqn):
+            update(parameter, *args)
+
+    optimizer._update = named  # type: ignore[method-assign]
 
 
 def _blocks(engine: Engine) -> list[nn.Module]:
