@@ -240,13 +240,13 @@ def _follow_pieces(optimizer: AdamWInPieces, job: Job, recorder: Recorder) -> No
         optimizer.cpu_chunk_numel = optimizer.chunk_numel
     if job.optimizer_in_backward:
         return
-    update = optimizer._update
+    update: Any = optimizer._update
 
     def named(parameter: Any, *args: Any) -> None:
         with recorder.within(parameter.fqn):
             update(parameter, *args)
 
-    optimizer._update = named  # type: ignore[method-assign]
+    optimizer.__dict__["_update"] = named
 
 
 def _blocks(engine: Engine) -> list[nn.Module]:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, NamedTuple
 
 from shardwise.errors import UserError
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.search.bounded import least_job
-from shardwise.plan.search.exploration import Verdict, judge, needed_bytes
+from shardwise.plan.search.exploration import Verdict, judge, largest_micro_batch, needed_bytes
 from shardwise.plan.search.processes import Forecasters
 from shardwise.plan.search.question import Effort, Question, space_of
-from shardwise.plan.search.search import explore_with
-from shardwise.plan.search.space import SearchSpace, precision_of
 from shardwise.plan.simulate.forecast import Forecast
 from shardwise.policy.strategy import LEAST_SLOTS, Strategy
 
 MOST = 3
 """The most ways out that are looked for."""
+_SAVES = 0.99
+"""A change that does not suffice is combined with others if it leaves at most this part of the memory."""
+_FORECAST_NUMEL = {"adamw-bf16": 2**33, "adamw-8bit": 2**31}
+"""Optimizers with fewer bits of state, and the most elements of a rank for which they are proposed. They run dozens of
+kernels for every few million elements, so that for more a forecast would take too long."""
 _A_NODE = 8
 """GPUs of a node that are added before nodes are."""
 _TIMES = 3
@@ -77,18 +81,19 @@ def advise(question: Question, nearest: Job, forecasters: Forecasters) -> list[A
     saving: list[Change] = []
     least = asked.least([])
     for kind in () if least is None else _kinds(asked.question, least):
-        last: tuple[Change, Forecast] | None = None
+        tried = []
         for change in kind:
             together = asked.least([*saving, change])
             if together is None:
                 continue
-            last = change, together
             if asked.fits(together):
                 found.append(asked.answer(asked.fewest(saving, change)))
                 break
+            tried.append((needed_bytes(together), change))
         else:
-            if last is not None and least is not None and needed_bytes(last[1]) < needed_bytes(least):
-                saving, least = [*saving, last[0]], last[1]
+            needs, best = min(tried, key=lambda one: one[0], default=(inf, None))
+            if best is not None and least is not None and needs < _SAVES * needed_bytes(least):
+                saving, least = [*saving, best], asked.least([*saving, best])
         if len(found) == MOST:
             break
     return found
@@ -101,18 +106,14 @@ class _Asked:
     question: Question
     forecasters: Forecasters
 
-    def changed(self, changes: list[Change]) -> tuple[Question, SearchSpace]:
-        """Return the question with changes, and its leanest configurations. Raises UserError if they do not agree."""
+    def least(self, changes: list[Change]) -> Forecast | None:
+        """Return the forecast that needs the least memory; None if the model or other settings rule a change out."""
         arguments = dict(self.question.arguments)
         for change in changes:
             arguments |= change.arguments
-        asked = replace(self.question, arguments=arguments, effort=Effort.QUICK)
-        return asked, space_of(asked)
-
-    def least(self, changes: list[Change]) -> Forecast | None:
-        """Return the forecast that needs the least memory; None if the model or other settings rule a change out."""
         try:
-            return self.forecasters(least_job(self.changed(changes)[1].families))
+            space = space_of(replace(self.question, arguments=arguments, effort=Effort.QUICK))
+            return self.forecasters(least_job(space.families))
         except UserError:
             return None
 
@@ -133,21 +134,23 @@ class _Asked:
         return [*needed, change]
 
     def answer(self, changes: list[Change]) -> Advice:
-        """Return the advice of changes that fit. Where offloaded optimizer state is updated by the faster of device and
-        host."""
-        advice = [self._best(changes)]
+        """Return the advice of changes that fit, with the largest micro-batch if the question leaves that open. The
+        faster of device and host updates offloaded optimizer state."""
+        advice = [Advice(tuple(changes), self._with_largest_batch(changes))]
         places = advice[0].forecast.job.offload
         if places is not None and places.optimizer is not None and places.step is None:
             on_host = [*changes[:-1], _offload(f"{places.words},step=cpu")]
             if self.fits(self.least(on_host)):
-                advice.append(self._best(on_host))
+                advice.append(Advice(tuple(on_host), self._with_largest_batch(on_host)))
         return max(advice, key=lambda one: one.forecast.tokens_per_s_per_gpu)
 
-    def _best(self, changes: list[Change]) -> Advice:
-        asked, space = self.changed(changes)
-        found = explore_with(asked, space, self.forecasters, None).best or self.least(changes)
-        assert found is not None
-        return Advice(tuple(changes), found)
+    def _with_largest_batch(self, changes: list[Change]) -> Forecast:
+        least, question = self.least(changes), self.question
+        assert least is not None
+        if question.global_batch is not None or question.arguments.get("micro_batch") is not None:
+            return least
+        largest = largest_micro_batch(self.forecasters, least.job, question.budget_bytes)
+        return least if largest is None else max(least, largest, key=lambda one: one.tokens_per_s_per_gpu)
 
 
 def _pinned(question: Question, nearest: Job) -> Question:
@@ -184,7 +187,7 @@ def _kinds(question: Question, least: Forecast) -> Iterator[list[Change]]:
     if not job.optimizer_in_backward:
         keys = "train.optimizer_in_backward=true train.clip=0"
         yield [_change("--optimizer-in-backward", keys, optimizer_in_backward=True)]
-    yield [*_fewer_bits(job)]
+    yield [*_fewer_bits(job, least.recording.facts.trainable // job.shard_ranks)]
     if not job.on_cpu:  # whose ranks share their memory
         yield [*_more_ranks(job)]
     if least.recording.facts.sequence == job.seq_len:
@@ -224,19 +227,22 @@ def _more_recomputation(job: Job) -> tuple[str, ...]:
     return on_host if job.activation_checkpointing == "full" else ("full", *on_host)
 
 
-def _fewer_bits(job: Job) -> Iterator[Change]:
-    """Yield changes to fewer bits: of the frozen model beside adapters, else of the optimizer's state."""
+def _fewer_bits(job: Job, own_numel: int) -> Iterator[Change]:
+    """Yield changes to fewer bits: of the frozen model beside adapters, else of the optimizer's state.
+
+    Args:
+        job: the job.
+        own_numel: the number of trained elements of a rank.
+    """
     if job.lora is not None:
         for base in ("int8", "nf4"):
             precision = replace(job.precision, frozen=base)
             if job.precision.frozen is None or (job.precision.frozen, base) == ("int8", "nf4"):
                 yield _change(f"--base {base}", f"lora.base={base}", precision=precision)
     elif job.optimizer in {"adamw", "adamw-foreach", "adam"}:
-        for optimizer in ("adamw-bf16", "adamw-8bit"):
-            yield _change(f"--optimizer {optimizer}", f"train.optimizer={optimizer}", optimizer=optimizer)
-        true = {"optimizer": "adamw-8bit", "precision": precision_of("bf16-true")}
-        keys = "train.optimizer=adamw-8bit model.dtype=bf16 parallel.param_dtype=bf16 parallel.reduce_dtype=bf16"
-        yield _change("--optimizer adamw-8bit --precision bf16-true", keys, **true)
+        for optimizer, most_numel in _FORECAST_NUMEL.items():
+            if own_numel <= most_numel:
+                yield _change(f"--optimizer {optimizer}", f"train.optimizer={optimizer}", optimizer=optimizer)
 
 
 def _more_ranks(job: Job) -> Iterator[Change]:
