@@ -69,7 +69,8 @@ class Plan:
     def check_fits(self) -> None:
         """Raise PlanError if nothing fits; the message names what to change."""
         if self.best is None:
-            raise nothing_fits(self.report.exploration)
+            advice = self.extra.get("advice")
+            raise nothing_fits(self.report.exploration, f"it would fit with {advice[0]['flags']}" if advice else "")
 
 
 def plan(question: Question, progress: Progress | None = None) -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, NamedTuple
 
 from shardwise.errors import UserError
@@ -74,26 +73,28 @@ def advise(question: Question, nearest: Job, forecasters: Forecasters) -> list[A
             searched, its value is kept.
         forecasters: make the forecasts: of each change the leanest configuration, of each answer a quick search.
     """
-    if question.compare:
-        return []
     asked = _Asked(_pinned(question, nearest), forecasters)
     found: list[Advice] = []
     saving: list[Change] = []
-    least = asked.least([])
-    for kind in () if least is None else _kinds(asked.question, least):
-        tried = []
+    least = None if question.compare else asked.least([])
+    if least is None:
+        return []
+    for kind in _kinds(asked.question, least):
+        best: tuple[Change, Forecast] | None = None
         for change in kind:
             together = asked.least([*saving, change])
             if together is None:
                 continue
             if asked.fits(together):
                 found.append(asked.answer(asked.fewest(saving, change)))
+                best = None
                 break
-            tried.append((needed_bytes(together), change))
-        else:
-            needs, best = min(tried, key=lambda one: one[0], default=(inf, None))
-            if best is not None and least is not None and needs < _SAVES * needed_bytes(least):
-                saving, least = [*saving, best], asked.least([*saving, best])
+            if needed_bytes(together) > _SAVES * needed_bytes(least):
+                break  # more of the same saves hardly more
+            if best is None or needed_bytes(together) < needed_bytes(best[1]):
+                best = change, together
+        if best is not None:
+            saving, least = [*saving, best[0]], best[1]
         if len(found) == MOST:
             break
     return found
@@ -179,7 +180,7 @@ def _kinds(question: Question, least: Forecast) -> Iterator[list[Change]]:
         _change(f"--activation-checkpointing {mode}", f"train.{_RECOMPUTES}={mode}", **{_RECOMPUTES: mode})
         for mode in _more_recomputation(job)
     ]
-    if job.strategy is not Strategy.FULL_SHARD and question.arguments.get("strategy") is not None:
+    if job.world_size > 1 and job.strategy is not Strategy.FULL_SHARD:
         full = {"strategy": "full_shard", "shard_group": None}
         yield [_change("--strategy full_shard", "parallel.strategy=full_shard", **full)]
     if job.slots > LEAST_SLOTS:
@@ -196,7 +197,7 @@ def _kinds(question: Question, least: Forecast) -> Iterator[list[Change]]:
     if job.offload is None:
         yield [
             _offload(words.format(place))
-            for place in ("cpu", "nvme")
+            for place in (["nvme"] if job.on_cpu else ["cpu", "nvme"])
             for words in ("optimizer={0}", "params={0},optimizer={0}", "params={0},optimizer={0},gradients=cpu")
         ]
 

@@ -207,9 +207,9 @@ def ranked(candidates: Iterable[Candidate], objective: Objective, budget_bytes: 
     return Exploration(tuple(sorted(settled, key=order)), budget_bytes)
 
 
-def nothing_fits(exploration: Exploration) -> PlanError:
+def nothing_fits(exploration: Exploration, way_out: str = "") -> PlanError:
     """Return the error for a search in which nothing fits: it names the configuration nearest to fitting and what would
-    help."""
+    help, `way_out` or else what the configuration shows."""
     nearest = next(candidate for candidate in exploration.candidates if candidate.forecast is not None)
     forecast, job = nearest.forecast, nearest.job
     assert forecast is not None
@@ -217,7 +217,7 @@ def nothing_fits(exploration: Exploration) -> PlanError:
     gpu = getattr(job.gpu, "name", job.gpu)
     return PlanError(
         f"nothing fits {job.world_size} x {gpu}; the nearest configuration, {describe(job)}, "
-        f"{why_too_large(forecast, has)}; {ways_out(job)}"
+        f"{why_too_large(forecast, has)}; {way_out or ways_out(job)}"
     )
 
 
