@@ -18,9 +18,6 @@ from shardwise.sharded.optimizer_state import cut_state
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.placement import Placement, cuts_at, of_blocks
 
-_CHUNK_NUMEL = {"cpu": 2**18}
-_CHUNK_ELSEWHERE_NUMEL = 2**22
-"""Elements updated at a time, in whole blocks. Each takes about 60 bytes of temporary memory."""
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """By name of the moment: whether it is signed."""
 _Codes = dict[torch.device, dict[str, Code]]
@@ -101,11 +98,9 @@ class AdamW8bit(AdamWInPieces):
         kept = {key: piece_of(value) for key, value in state.items() if key != "step"}
         offset = parameter.fragment.start if isinstance(parameter, ShardedParameter) else 0
         key, codes = key_of(group["seed"], name, state["step"]), prepared[parameter.device]
-        size = _CHUNK_NUMEL.get(parameter.device.type, _CHUNK_ELSEWHERE_NUMEL)
-        for start in range(0, weights.numel(), size):
-            chunk = slice(start, min(start + size, weights.numel()))
-            blocks = slice(start // BLOCK_NUMEL, blocks_of(chunk.stop))
-            numbers = random_bits(offset + start, chunk.stop - start, key, parameter.device)
+        for chunk in self._chunks(weights):  # whole blocks; each element takes about 60 bytes of temporary memory
+            blocks = slice(chunk.start // BLOCK_NUMEL, blocks_of(chunk.stop))
+            numbers = random_bits(offset + chunk.start, chunk.stop - chunk.start, key, parameter.device)
             first, second = (_MomentRange(kept, moment, code, chunk, blocks) for moment, code in codes.items())
             moments = first.read(), second.read()
             value = updated(weights[chunk], gradient[chunk], moments, state["step"], group)

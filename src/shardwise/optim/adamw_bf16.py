@@ -11,9 +11,6 @@ from shardwise.optim.adamw_pieces import AdamWInPieces, piece_of, updated
 from shardwise.optim.rounding import key_of, random_bits, rounded
 from shardwise.sharded.parameter import ShardedParameter
 
-_CHUNK_NUMEL = {"cpu": 2**18}
-_CHUNK_ELSEWHERE_NUMEL = 2**24
-"""Elements updated at a time. Each takes about 40 bytes of temporary memory."""
 _STATE = ("exp_avg", "exp_avg_sq")
 _BITS = 16
 """Random bits that one rounding to bf16 takes."""
@@ -41,6 +38,8 @@ class AdamWBF16(AdamWInPieces):
     Source: arXiv:1711.05101 (AdamW), arXiv:2010.06192 (stochastic rounding in bf16).
     """
 
+    chunk_numel = 2**24
+
     def _update(self, parameter: Tensor, name: str, group: dict[str, Any], prepared: None) -> None:
         state = self.state[parameter]
         if not state:
@@ -55,10 +54,8 @@ class AdamWBF16(AdamWInPieces):
         weights, gradient, first, second = map(piece_of, (parameter, parameter.grad, *(state[key] for key in _STATE)))
         offset = parameter.fragment.start if isinstance(parameter, ShardedParameter) else 0
         draw = key_of(group["seed"], name, step)
-        size = _CHUNK_NUMEL.get(parameter.device.type, _CHUNK_ELSEWHERE_NUMEL)
-        for start in range(0, weights.numel(), size):
-            chunk = slice(start, min(start + size, weights.numel()))
-            numbers = random_bits(offset + start, chunk.stop - start, draw, parameter.device)
+        for chunk in self._chunks(weights):  # each element takes about 40 bytes of temporary memory
+            numbers = random_bits(offset + chunk.start, chunk.stop - chunk.start, draw, parameter.device)
             exact = first[chunk].float(), second[chunk].float()
             value = updated(weights[chunk], gradient[chunk], exact, step, group)
             first[chunk] = rounded(exact[0], numbers)

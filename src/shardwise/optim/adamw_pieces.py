@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,11 @@ from shardwise.sharded.parameter import ShardedParameter
 
 class AdamWInPieces(Optimizer):
     """An AdamW whose step updates one parameter after another. Subclasses define how moments are kept."""
+
+    chunk_numel = 2**22
+    """Number of elements that accelerators update at a time: it bounds temporary memory."""
+    cpu_chunk_numel = 2**18
+    """The same for CPUs. A plan's dry run for an accelerator, on fake CPU tensors, sets it to `chunk_numel`."""
 
     def __init__(
         self,
@@ -49,6 +54,11 @@ class AdamWInPieces(Optimizer):
                     own_name = parameter.fqn if isinstance(parameter, ShardedParameter) else name
                     self._update(parameter, own_name, group, prepared)
         return loss
+
+    def _chunks(self, piece: Tensor) -> Iterator[slice]:
+        """Yield the parts of a piece (1-D) to update at a time."""
+        numel, size = piece.numel(), self.cpu_chunk_numel if piece.device.type == "cpu" else self.chunk_numel
+        return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
 
     def _prepare(self) -> Any:
         """Return what `_update` is given. Raises, before anything is updated, if a parameter cannot be updated."""

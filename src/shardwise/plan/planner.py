@@ -6,57 +6,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.models.source import ModelSource, resolve
 from shardwise.plan.report.assumptions import assumptions, range_words
 from shardwise.plan.report.report import PlanReport, full_name, strategy_name
 from shardwise.plan.report.sentences import (
+    advice_sentences,
     candidate_dict,
     cost_sentence,
     count,
     gpus_and_nodes,
-    more_sentence,
     setting,
     sharding_dict,
 )
+from shardwise.plan.search.advice import advise
 from shardwise.plan.search.bounds import Knowledge
 from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import (
     Evaluate,
-    Verdict,
-    available_bytes,
     gib,
-    judge,
     largest_micro_batch,
     nothing_fits,
-    slot_bytes,
     smallest_cluster,
 )
-from shardwise.plan.search.processes import Forecasters
-from shardwise.plan.search.question import Effort, Question, space_of
+from shardwise.plan.search.question import Question, space_of
 from shardwise.plan.search.search import Progress, explore_with, forecasters_of
 from shardwise.plan.simulate.forecast import Forecast
 from shardwise.policy.strategy import Strategy
-
-_LADDER: tuple[Mapping[str, Any], ...] = (
-    {"optimizer_in_backward": True},
-    *(
-        {"offload": places, **steps}
-        for place in ("cpu", "nvme")
-        for places, steps in (
-            (f"optimizer={place}", {}),
-            (f"params={place},optimizer={place}", {}),
-            (f"params={place},optimizer={place},gradients=cpu", {}),
-            (f"params={place},optimizer={place},gradients=cpu,step=cpu", {}),
-            (f"params={place},optimizer={place}", {"optimizer_in_backward": True}),
-        )
-    ),
-)
-"""Tried in this order when nothing fits: each entry frees more memory, or costs more time, than the one before."""
-
-_CLEARLY = 0.9
-"""A step on the host, whose rate is assumed, is proposed if the whole step is at most so much of the device's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +69,8 @@ class Plan:
     def check_fits(self) -> None:
         """Raise PlanError if nothing fits; the message names what to change."""
         if self.best is None:
-            raise nothing_fits(self.report.exploration)
+            advice = self.extra.get("advice")
+            raise nothing_fits(self.report.exploration, f"it would fit with {advice[0]['flags']}" if advice else "")
 
 
 def plan(question: Question, progress: Progress | None = None) -> Plan:
@@ -111,9 +88,9 @@ def plan(question: Question, progress: Progress | None = None) -> Plan:
             answers.append(f"{warning}.")
             extra["warning"] = warning
         if best is None:
-            found = _with_more(question, forecasters, nearest)
-            answers += [] if found is None else [more_sentence(question, found)]
-            extra |= {} if found is None else {"would_fit": found.to_dict()}
+            advice = advise(question, nearest, forecasters)
+            answers += advice_sentences(advice)
+            extra["advice"] = [one.to_dict() for one in advice]
     report = PlanReport(
         title=f"{source.title}: {count(shown.parameters)} parameters",
         setting=setting(replace(nearest, engine="shardwise") if question.compare else nearest),
@@ -124,40 +101,6 @@ def plan(question: Question, progress: Progress | None = None) -> Plan:
         answers=tuple(answers),
     )
     return Plan(source, report, best, extra)
-
-
-def _with_more(question: Question, forecasters: Forecasters, nearest: Job) -> Forecast | None:
-    """Return the best configuration that would fit if the optimizer stepped in backward or if more and more were
-    offloaded (`_LADDER`). Called when nothing fits. None if nothing would fit even then, or if the question itself
-    sets `offload`, compares engines or is about another engine."""
-    if question.compare or question.arguments.get("offload") is not None or nearest.engine != "shardwise":
-        return None
-    lean = _leanest(question, nearest)
-    leanest = forecasters(lean)
-    if slot_bytes(leanest) > available_bytes(leanest, question.budget_bytes):
-        return None  # slots are never offloaded
-    for changes in _LADDER:
-        try:
-            job = replace(lean, **changes)
-            narrowed = replace(question, arguments={**question.arguments, **changes}, effort=Effort.QUICK)
-            space = space_of(narrowed)
-        except (ConfigError, PlanError):  # such as accumulation with steps in backward, or muon with offload
-            continue
-        if job == lean or judge(forecasters(job), question.budget_bytes).verdict is not Verdict.FITS:
-            continue
-        found = explore_with(narrowed, space, forecasters, None).best or forecasters(job)
-        return _where_the_step_is_shorter(found, forecasters, question.budget_bytes)
-    return None
-
-
-def _where_the_step_is_shorter(found: Forecast, evaluate: Evaluate, budget_bytes: int | None) -> Forecast:
-    """Return a forecast with the optimizer's step on the device or, if that fits and is clearly faster, on the host."""
-    places = found.job.offload
-    if places is None or places.optimizer is None or places.step is not None:
-        return found
-    on_host = evaluate(replace(found.job, offload=replace(places, step="cpu")))
-    fits = judge(on_host, budget_bytes).verdict is Verdict.FITS
-    return on_host if fits and on_host.step_time_s < _CLEARLY * found.step_time_s else found
 
 
 def _answers(

@@ -84,6 +84,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "recomputed but for products": {"activation_checkpointing": "selective-ops"},
     "accumulated": {"accumulation": 3, "micro_batch": 2},
     "compiled": {"compile": True},
+    "moments in bf16": {"optimizer": "adamw-bf16"},
+    "moments in 8 bits": {"optimizer": "adamw-8bit"},
 }
 
 

@@ -335,3 +335,27 @@ def test_a_model_of_images_and_text_keeps_no_gathered_parameters() -> None:
     assert recording.facts.unused == sum(p.numel() for module in of_images for p in module.parameters()) > 0
     events = recording.events
     assert sum(event.nbytes for event in events if isinstance(event, Allocate) and event.kind == "other") < 4096
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-bf16", "adamw-8bit"])
+def test_a_step_on_an_accelerator_takes_its_own_chunks(optimizer: str) -> None:
+    """Dry runs have CPU tensors, of which these optimizers update fewer elements at a time."""
+
+    def kernels(gpu: str, numel: int) -> int:
+        job = Job(gpu=gpu, gpus_per_node=1, strategy="no_shard", optimizer=optimizer)  # type: ignore[arg-type]
+        events = record(lambda: Weight(numel), job).events
+        return sum(isinstance(event, Kernel) and event.phase is StepPhase.OPTIMIZER for event in events)
+
+    assert kernels("h100-sxm-80gb", 2**20) == kernels("h100-sxm-80gb", 2**18) == kernels("cpu", 2**18)
+    assert kernels("cpu", 2**20) > 2 * kernels("cpu", 2**18)
+
+
+class Weight(nn.Module):
+    """Returns its loss."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, numel // 2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.weight.square().mean()

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from shardwise.errors import PlanError
@@ -9,6 +11,15 @@ MPT_7B = Dimensions(6_658_859_008, 50_368 * 4096, 32, 4096)
 def test_a_published_figure_comes_out() -> None:
     """llm-foundry's table: MPT-7B, 2,048 tokens, 8 H100, 10,643 tokens a second and GPU, 46.44 %."""
     assert mfu(10_643, MPT_7B, 2048, 989.5e12) == pytest.approx(0.4644, abs=1e-4)
+
+
+def test_frozen_parameters_have_no_gradients() -> None:
+    adapters = 40_000_000
+    frozen = replace(MPT_7B, trained=adapters)
+    for definition in ("palm", "causal", "no-embeddings", "6n"):
+        unused = 50_368 * 4096 if definition == "no-embeddings" else 0
+        less = 2 * (6_658_859_008 - unused - adapters)
+        assert flops_per_token(frozen, 2048, definition) == flops_per_token(MPT_7B, 2048, definition) - less
 
 
 def test_other_definitions_by_name() -> None:

@@ -145,6 +145,15 @@ class Recorder(TorchDispatchMode):
             self._steps = False
             self.mark("stepped", unit)
 
+    @contextmanager
+    def within(self, fqn: str) -> Iterator[None]:
+        """Inside, events have this name, as in the forward of a module."""
+        self._modules.append(fqn)
+        try:
+            yield
+        finally:
+            self._modules.pop()
+
     def issue(self, op: str, group: str, nbytes: int, ranks: int, unit: str) -> Work:
         """Record that a collective is launched, with a new number. Its first wait is recorded too."""
         self._collectives += 1

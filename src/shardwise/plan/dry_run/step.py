@@ -31,6 +31,7 @@ from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.model_tools.classes import classes_named
 from shardwise.optim.adamw_8bit import AdamW8bit
 from shardwise.optim.adamw_bf16 import AdamWBF16
+from shardwise.optim.adamw_pieces import AdamWInPieces
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.whole_matrix import whole_matrix
 from shardwise.plan.dry_run.autocast import autocast
@@ -153,6 +154,8 @@ class _DryRun:
         self.engine.refuses_autocast = job.autocast is None
         checkpoint_units(model, job.activation_checkpointing, None if job.on_cpu else TracedCopies(recorder))
         self.optimizer = _optimizer(model, job.optimizer)
+        if isinstance(self.optimizer, AdamWInPieces):
+            _follow_pieces(self.optimizer, job, recorder)
         if job.optimizer_in_backward:
             optimizer_in_backward(model, self.optimizer)
         self.blocks = _blocks(self.engine)
@@ -237,6 +240,22 @@ def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     if name in {"sgd", "momentum"}:
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9 if name == "momentum" else 0.0, fused=True)
     return (torch.optim.Adam if name == "adam" else torch.optim.AdamW)(groups, fused=True)
+
+
+def _follow_pieces(optimizer: AdamWInPieces, job: Job, recorder: Recorder) -> None:
+    """Let an optimizer of many kernels update as many elements at a time as the job's device would, and give its events
+    the names of parameters, which tell those of one block from another's (`depth`)."""
+    if not job.on_cpu:
+        optimizer.cpu_chunk_numel = optimizer.chunk_numel
+    if job.optimizer_in_backward:
+        return
+    update: Any = optimizer._update
+
+    def named(parameter: Any, *args: Any) -> None:
+        with recorder.within(parameter.fqn):
+            update(parameter, *args)
+
+    optimizer.__dict__["_update"] = named
 
 
 def _blocks(engine: Engine) -> list[nn.Module]:

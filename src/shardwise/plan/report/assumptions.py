@@ -55,8 +55,9 @@ def assumptions(forecast: Forecast) -> Iterator[Assumption]:
         yield Assumption("kernels of packages", kernels, "without them transformers runs many slow kernels instead")
     yield Assumption("optimizer", f"{job.optimizer}, states in the master dtype")
     yield Assumption("loss", {"model": "the model's own, with its logits in memory"}.get(job.loss, job.loss))
+    weights = "6 N" if job.lora is None else "4 N (6 of the adapters)"
     yield Assumption(
-        "MFU", "6 N + 12 L d s operations per token, divided by the peak rate; recomputation does not count"
+        "MFU", f"{weights} + 12 L d s operations per token, divided by the peak rate; recomputation does not count"
     )
 
 

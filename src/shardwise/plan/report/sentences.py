@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.report.report import amount, full_name
+from shardwise.plan.search.advice import Advice
 from shardwise.plan.search.exploration import (
     Candidate,
     gib,
     needed_bytes,
 )
-from shardwise.plan.search.question import Question
-from shardwise.plan.simulate.forecast import Cost, Forecast
+from shardwise.plan.simulate.forecast import Cost
 from shardwise.policy.precision import short_dtype_name
 
 
-def more_sentence(question: Question, found: Forecast) -> str:
-    """Say with which options the model would fit, and how much memory and time that takes."""
-    job = found.job
-    options = [] if job.offload is None else [f"--offload {job.offload.words}"]
-    if job.optimizer_in_backward and not question.arguments.get("optimizer_in_backward"):
-        options.append("--optimizer-in-backward (clip = 0: there is no norm of all gradients)")
+def advice_sentences(advice: Sequence[Advice]) -> list[str]:
+    """Say with which settings a model would fit, and how much memory and time each way takes."""
+    starts = itertools.chain(["It would fit with"], itertools.repeat("Or with"))
+    return [f"{start} {_advice_words(one)}" for start, one in zip(starts, advice, strict=False)]
+
+
+def _advice_words(advice: Advice) -> str:
+    found = advice.forecast
+    keyless = [f"{change.flags} is no setting of `shardwise train`" for change in advice.changes if not change.keys]
+    settings = "; ".join([*([advice.keys] if advice.keys else []), *keyless])
     waits = found.exposed_offload_s / found.step_time_s
     parts = {
         "per GPU": needed_bytes(found),
@@ -29,9 +35,9 @@ def more_sentence(question: Question, found: Forecast) -> str:
         "of each node's disk": found.disk_bytes_per_node,
     }
     takes = ", ".join(f"{gib(nbytes)} GiB {where}" for where, nbytes in parts.items() if nbytes)
-    waiting = f", {waits:.0%} of the step spent waiting for it" if job.offload is not None else ""
+    waiting = f", {waits:.0%} of the step spent waiting for copies" if found.job.offload is not None else ""
     return (
-        f"It would fit with {' and '.join(options)}: {full_name(job)}: {takes}; "
+        f"{advice.flags} ({settings}): {full_name(found.job)}: {takes}; "
         f"{found.tokens_per_s_per_gpu:,.0f} tokens/s per GPU{waiting}."
     )
 

@@ -207,31 +207,27 @@ def ranked(candidates: Iterable[Candidate], objective: Objective, budget_bytes: 
     return Exploration(tuple(sorted(settled, key=order)), budget_bytes)
 
 
-def nothing_fits(exploration: Exploration) -> PlanError:
+def nothing_fits(exploration: Exploration, way_out: str = "") -> PlanError:
     """Return the error for a search in which nothing fits: it names the configuration nearest to fitting and what would
-    help."""
+    help, `way_out` or else what the configuration shows."""
     nearest = next(candidate for candidate in exploration.candidates if candidate.forecast is not None)
     forecast, job = nearest.forecast, nearest.job
     assert forecast is not None
     has = available_bytes(forecast, exploration.budget_bytes)
     gpu = getattr(job.gpu, "name", job.gpu)
+    remedies = "; ".join(filter(None, (_too_large_unit(forecast, has), way_out))) or ways_out(job)
     return PlanError(
         f"nothing fits {job.world_size} x {gpu}; the nearest configuration, {describe(job)}, "
-        f"{why_too_large(forecast, has)}; {_too_large_unit(forecast, has) or ways_out(job)}"
+        f"{why_too_large(forecast, has)}; {remedies}"
     )
 
 
-def slot_bytes(forecast: Forecast) -> int:
-    """Return the bytes of slots for gathered parameters and for gradients to reduce, which neither more devices nor
-    offload make less. Unless the strategy keeps gathered parameters, the largest unit decides."""
-    return forecast.memory.get("gathered_slots", 0) + forecast.memory.get("reduce_slots", 0)
-
-
 def _too_large_unit(forecast: Forecast, has_bytes: int) -> str | None:
-    """Say, if slots alone do not fit, which unit is the trouble and what would help. None if they fit."""
-    if forecast.job.strategy.keeps_params or slot_bytes(forecast) <= has_bytes:
-        return None
+    """Say, if slots alone do not fit, which unit is the trouble and what would help: neither more devices nor offload
+    make them smaller. None if they fit, or if the strategy keeps all gathered parameters."""
     gathered, reduced = (forecast.memory.get(kind, 0) for kind in ("gathered_slots", "reduce_slots"))
+    if forecast.job.strategy.keeps_params or gathered + reduced <= has_bytes:
+        return None
     sizes = forecast.recording.facts.unit_bytes
     return (
         f"the trouble is one unit, {max(sizes, key=sizes.__getitem__) or 'the root'}: slots of its size take "

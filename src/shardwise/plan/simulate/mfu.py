@@ -2,7 +2,8 @@
 
 There are several definitions (`DEFINITIONS`). The default counts every parameter, and attention as if nothing were
 masked: 6 N + 12 L d s operations per token (Chowdhery and others, 2022, appendix B; forward once, backward twice), over
-the dense peak of the compute dtype. Recomputed operations do not count, nor do experts that a token is not sent to.
+the dense peak of the compute dtype. Frozen parameters, which have no gradients, count 4 instead of 6. Recomputed
+operations do not count, nor do experts that a token is not sent to.
 """
 
 from __future__ import annotations
@@ -27,15 +28,26 @@ class Dimensions:
     """The number of layers with attention."""
     width: int
     """The number of heads times their size."""
+    trained: int | None = None
+    """The part of `parameters` that is trained. None: all of them."""
+
+    def products(self, parameters: int) -> int:
+        """Return the operations per token of matrix products with so many parameters: 2 in forward, 2 for the gradients
+        of their inputs, and 2 for the gradient of each that is trained."""
+        return 4 * parameters + 2 * (parameters if self.trained is None else min(self.trained, parameters))
+
+    def attention(self, seq_len: int) -> int:
+        """Return the operations per token of attention in which nothing is masked."""
+        return 12 * self.layers * self.width * seq_len
 
 
 DEFINITIONS: dict[str, Callable[[Dimensions, int], float]] = {
-    "palm": lambda model, seq_len: 6 * model.parameters + 12 * model.layers * model.width * seq_len,
-    "causal": lambda model, seq_len: 6 * model.parameters + 6 * model.layers * model.width * seq_len,
+    "palm": lambda model, seq_len: model.products(model.parameters) + model.attention(seq_len),
+    "causal": lambda model, seq_len: model.products(model.parameters) + model.attention(seq_len) // 2,
     "no-embeddings": lambda model, seq_len: (
-        6 * (model.parameters - model.embeddings) + 12 * model.layers * model.width * seq_len
+        model.products(model.parameters - model.embeddings) + model.attention(seq_len)
     ),
-    "6n": lambda model, seq_len: 6 * model.parameters,
+    "6n": lambda model, seq_len: model.products(model.parameters),
 }
 """Operations per token, by name of the definition: palm is the one above; causal counts half of attention;
 no-embeddings leaves the input embeddings out, as torchtitan does; 6n leaves attention out."""

@@ -113,7 +113,7 @@ def _offload(job: Job) -> dict[str, Any]:
         return {}
     path = OFFLOAD_PATH if "nvme" in {job.offload.params, job.offload.optimizer} else None
     ring_mib = None if job.offload.ring_bytes is None else max(1, job.offload.ring_bytes // 2**20)
-    places = {"params": job.offload.params, "optimizer": job.offload.optimizer, "gradients": job.offload.gradients}
+    places = {place: getattr(job.offload, place) for place in ("params", "optimizer", "gradients", "step")}
     return {"offload": {**places, "path": path, "ring_mib": ring_mib}}
 
 

@@ -1,0 +1,265 @@
+"""Advice where nothing fits: small changes to the question, the cheapest first, each answered by a forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from shardwise.errors import UserError
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.search.bounded import least_job
+from shardwise.plan.search.exploration import Verdict, judge, largest_micro_batch, needed_bytes
+from shardwise.plan.search.processes import Forecasters
+from shardwise.plan.search.question import Effort, Question, space_of
+from shardwise.plan.simulate.forecast import Forecast
+from shardwise.policy.strategy import LEAST_SLOTS, Strategy
+
+MOST = 3
+"""The most ways out that are looked for."""
+_SAVES = 0.99
+"""A change that does not suffice is combined with others if it leaves at most this part of the memory."""
+_FORECAST_NUMEL = {"adamw-bf16": 2**33, "adamw-8bit": 2**31}
+"""Optimizers with fewer bits of state, and the most elements of a rank for which they are proposed. They run dozens of
+kernels for every few million elements, so that for more a forecast would take too long."""
+_A_NODE = 8
+"""GPUs of a node that are added before nodes are."""
+_TIMES = 3
+"""How often the number of ranks is doubled."""
+
+
+class Change(NamedTuple):
+    """A change to a question."""
+
+    arguments: Mapping[str, Any]
+    """The arguments that it sets."""
+    flags: str
+    """The same for `shardwise plan`."""
+    keys: str
+    """The same as `shardwise train` takes it; "" if the trainer has no such setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Changes with which a model fits, and the best configuration then."""
+
+    changes: tuple[Change, ...]
+    forecast: Forecast
+
+    @property
+    def flags(self) -> str:
+        """All changes for `shardwise plan`."""
+        return " ".join(change.flags for change in self.changes)
+
+    @property
+    def keys(self) -> str:
+        """All changes as `shardwise train` takes them, those without a key left out."""
+        return " ".join(change.keys for change in self.changes if change.keys)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
+        return {"flags": self.flags, "keys": self.keys, "forecast": self.forecast.to_dict()}
+
+
+def advise(question: Question, nearest: Job, forecasters: Forecasters) -> list[Advice]:
+    """Return up to `MOST` ways to make a model fit, those that cost least first.
+
+    Kinds of changes are tried in order. Of each kind, the mildest change that suffices is an answer: alone if it does,
+    else together with as few as possible of those before it that did not suffice but saved memory.
+
+    Args:
+        question: one of which nothing fits. If it compares engines, there is no advice.
+        nearest: the configuration nearest to fitting. Where the question has several values of a setting that is not
+            searched, its value is kept.
+        forecasters: make the forecasts: of each change the leanest configuration, of each answer a quick search.
+    """
+    asked = _Asked(_pinned(question, nearest), forecasters)
+    found: list[Advice] = []
+    saving: list[Change] = []
+    least = None if question.compare else asked.least([])
+    if least is None:
+        return []
+    for kind in _kinds(asked.question, least):
+        best: tuple[Change, Forecast] | None = None
+        for change in kind:
+            together = asked.least([*saving, change])
+            if together is None:
+                continue
+            if asked.fits(together):
+                found.append(asked.answer(asked.fewest(saving, change)))
+                best = None
+                break
+            if needed_bytes(together) > _SAVES * needed_bytes(least):
+                break  # more of the same saves hardly more
+            if best is None or needed_bytes(together) < needed_bytes(best[1]):
+                best = change, together
+        if best is not None:
+            saving, least = [*saving, best[0]], best[1]
+        if len(found) == MOST:
+            break
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A question, and forecasts of it with changes."""
+
+    question: Question
+    forecasters: Forecasters
+
+    def least(self, changes: list[Change]) -> Forecast | None:
+        """Return the forecast that needs the least memory; None if the model or other settings rule a change out."""
+        arguments = dict(self.question.arguments)
+        for change in changes:
+            arguments |= change.arguments
+        try:
+            space = space_of(replace(self.question, arguments=arguments, effort=Effort.QUICK))
+            return self.forecasters(least_job(space.families))
+        except UserError:
+            return None
+
+    def fits(self, forecast: Forecast | None) -> bool:
+        """Whether there is a forecast and it fits."""
+        return forecast is not None and judge(forecast, self.question.budget_bytes).verdict is Verdict.FITS
+
+    def fewest(self, saving: list[Change], change: Change) -> list[Change]:
+        """Return a change that fits together with some others, without those of them that it does not need; it does
+        without the costliest if it can."""
+        if self.fits(self.least([change])):
+            return [change]
+        needed = [*saving]
+        for one in reversed(saving):
+            without = [other for other in needed if other is not one]
+            if self.fits(self.least([*without, change])):
+                needed = without
+        return [*needed, change]
+
+    def answer(self, changes: list[Change]) -> Advice:
+        """Return the advice of changes that fit, with the largest micro-batch if the question leaves that open. The
+        faster of device and host updates offloaded optimizer state."""
+        advice = [Advice(tuple(changes), self._with_largest_batch(changes))]
+        places = advice[0].forecast.job.offload
+        if places is not None and places.optimizer is not None and places.step is None:
+            on_host = [*changes[:-1], _offload(f"{places.words},step=cpu")]
+            if self.fits(self.least(on_host)):
+                advice.append(Advice(tuple(on_host), self._with_largest_batch(on_host)))
+        return max(advice, key=lambda one: one.forecast.tokens_per_s_per_gpu)
+
+    def _with_largest_batch(self, changes: list[Change]) -> Forecast:
+        least, question = self.least(changes), self.question
+        assert least is not None
+        if question.global_batch is not None or question.arguments.get("micro_batch") is not None:
+            return least
+        largest = largest_micro_batch(self.forecasters, least.job, question.budget_bytes)
+        return least if largest is None else max(least, largest, key=lambda one: one.tokens_per_s_per_gpu)
+
+
+def _pinned(question: Question, nearest: Job) -> Question:
+    """Return the question with the nearest configuration's value of each setting that has several values and is not
+    chosen by memory."""
+    kept = {"strategy", "shard_group", "micro_batch", "activation_checkpointing", "accumulation"}
+    several = {name for name, value in question.arguments.items() if isinstance(value, list | tuple)} - kept
+    return replace(question, arguments={**question.arguments, **{name: [getattr(nearest, name)] for name in several}})
+
+
+# The ladder -----------------------------------------------------------------------------------------------------------
+
+
+def _kinds(question: Question, least: Forecast) -> Iterator[list[Change]]:
+    """Yield the kinds of changes, those that cost least first; of each kind, those that save least first.
+
+    Args:
+        question: the question.
+        least: its forecast that needs the least memory.
+    """
+    job = least.job
+    if job.loss == "model":
+        yield [_change(f"--loss {loss}", "", loss=loss) for loss in ("fused", "chunked")]
+    yield [*_smaller_micro_batches(question, job)]
+    yield [
+        _change(f"--activation-checkpointing {mode}", f"train.{_RECOMPUTES}={mode}", **{_RECOMPUTES: mode})
+        for mode in _more_recomputation(job)
+    ]
+    if job.world_size > 1 and job.strategy is not Strategy.FULL_SHARD:
+        full = {"strategy": "full_shard", "shard_group": None}
+        yield [_change("--strategy full_shard", "parallel.strategy=full_shard", **full)]
+    if job.slots > LEAST_SLOTS:
+        yield [_change(f"--slots {LEAST_SLOTS}", f"parallel.slots={LEAST_SLOTS}", slots=LEAST_SLOTS)]
+    if not job.optimizer_in_backward:
+        keys = "train.optimizer_in_backward=true train.clip=0"
+        yield [_change("--optimizer-in-backward", keys, optimizer_in_backward=True)]
+    yield [*_fewer_bits(job, least.recording.facts.trainable // job.shard_ranks)]
+    if not job.on_cpu:  # whose ranks share their memory
+        yield [*_more_ranks(job)]
+    if least.recording.facts.sequence == job.seq_len:
+        lengths = filter(None, (job.seq_len // 2, job.seq_len // 4))
+        yield [_change(f"--seq-len {length}", f"data.seq_len={length}", seq_len=length) for length in lengths]
+    if job.offload is None:
+        yield [
+            _offload(words.format(place))
+            for place in (["nvme"] if job.on_cpu else ["cpu", "nvme"])
+            for words in ("optimizer={0}", "params={0},optimizer={0}", "params={0},optimizer={0},gradients=cpu")
+        ]
+
+
+_RECOMPUTES = "activation_checkpointing"
+
+
+def _change(flags: str, keys: str, **arguments: Any) -> Change:
+    return Change(arguments, flags, keys)
+
+
+def _smaller_micro_batches(question: Question, job: Job) -> Iterator[Change]:
+    """Yield half the micro-batch and a single sequence, in steps of as many sequences as before."""
+    for size in sorted({job.micro_batch // 2, 1} - {0, job.micro_batch}, reverse=True):
+        steps, rest = divmod(job.accumulation * job.micro_batch, size)
+        if not rest:
+            accumulation = {} if question.global_batch is not None else {"accumulation": steps}
+            flags = "".join(f" --accumulation {count}" for count in accumulation.values())
+            keys = f"train.micro_batch={size} train.global_batch={steps * size * job.world_size}"
+            yield _change(f"--micro-batch {size}{flags}", keys, micro_batch=size, **accumulation)
+
+
+def _more_recomputation(job: Job) -> tuple[str, ...]:
+    """Return kinds of recomputation that keep less than the job's."""
+    if job.activation_checkpointing == "offload":
+        return ()
+    on_host = () if job.on_cpu else ("offload",)
+    return on_host if job.activation_checkpointing == "full" else ("full", *on_host)
+
+
+def _fewer_bits(job: Job, own_numel: int) -> Iterator[Change]:
+    """Yield changes to fewer bits: of the frozen model beside adapters, else of the optimizer's state.
+
+    Args:
+        job: the job.
+        own_numel: the number of trained elements of a rank.
+    """
+    if job.lora is not None:
+        for base in ("int8", "nf4"):
+            precision = replace(job.precision, frozen=base)
+            if job.precision.frozen is None or (job.precision.frozen, base) == ("int8", "nf4"):
+                yield _change(f"--base {base}", f"lora.base={base}", precision=precision)
+    elif job.optimizer in {"adamw", "adamw-foreach", "adam"}:
+        for optimizer, most_numel in _FORECAST_NUMEL.items():
+            if own_numel <= most_numel:
+                yield _change(f"--optimizer {optimizer}", f"train.optimizer={optimizer}", optimizer=optimizer)
+
+
+def _more_ranks(job: Job) -> Iterator[Change]:
+    """Yield twice the ranks, and twice as many again: the GPUs of one node first, then nodes."""
+    gpus, nodes = job.gpus_per_node, job.nodes
+    for _ in range(_TIMES):
+        if nodes == 1 and gpus < _A_NODE:
+            gpus = min(_A_NODE, 2 * gpus)
+        else:
+            nodes *= 2
+        more_gpus, more_nodes = gpus != job.gpus_per_node, nodes != job.nodes
+        flags = [f"--gpus {gpus}"] * more_gpus + [f"--nodes {nodes}"] * more_nodes
+        keys = [f"parallel.ranks={gpus}"] * more_gpus + [f"torchrun --nnodes={nodes}"] * more_nodes
+        yield _change(" ".join(flags), " ".join(keys), gpus_per_node=gpus, nodes=nodes)
+
+
+def _offload(words: str) -> Change:
+    keys = " ".join(f"offload.{place}" for place in words.split(","))
+    return _change(f"--offload {words}", keys + " offload.path=..." * ("nvme" in words), offload=words)

@@ -1,0 +1,148 @@
+"""Advice where nothing fits: what costs least first, each answered by a forecast of the question so changed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import shardwise as sw
+from shardwise.errors import PlanError
+from shardwise.plan import planner
+from shardwise.plan.hardware.devices import Figure, find_device
+from shardwise.plan.report.rendering import page_html, table_text
+from shardwise.plan.search.advice import MOST
+from shardwise.plan.search.exploration import needed_bytes
+from shardwise.plan.search.question import Question
+from shardwise.plan.search.space import precision_of
+from shardwise.policy.precision import Precision
+
+MIB = 2**20
+WIDE: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 32000,
+    "num_attention_heads": 4, "max_position_embeddings": 4096,
+}  # fmt: skip
+"""17 M parameters, nearly all in two tables, and logits that are larger than anything else."""
+DEEP: dict[str, Any] = {
+    **WIDE, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 320,
+}  # fmt: skip
+"""25 M parameters, none larger than a ring's least buffer."""
+BF16 = precision_of("bf16")
+ALONE = {"gpus_per_node": 1, "precision": BF16, "micro_batch": 1, "activation_checkpointing": "full"}
+
+
+def needs(model: dict[str, Any], **arguments: Any) -> int:
+    return needed_bytes(sw.plan.forecast(model, **{**ALONE, **arguments}))
+
+
+def advised(model: dict[str, Any], budget_bytes: int, **arguments: Any) -> tuple[planner.Plan, list[dict[str, Any]]]:
+    answer = planner.plan(Question(model, {**ALONE, **arguments}, budget_bytes=budget_bytes))
+    assert answer.best is None
+    plain = json.loads(json.dumps(answer.to_dict()))["advice"]
+    assert len(plain) <= MOST
+    for one in plain:
+        assert one["forecast"]["reserved_memory_bytes"] <= budget_bytes
+        assert one["forecast"]["tokens_per_s_per_gpu"] > 0
+    return answer, plain
+
+
+def test_a_fused_loss_comes_before_offload() -> None:
+    """The case of a 32B on 16 H100, small: the logits in fp32 are what does not fit."""
+    strategy = {"strategy": "no_shard", "seq_len": 4096}
+    enough = needs(WIDE, loss="fused", **strategy)
+    assert needs(WIDE, **strategy) > enough + 100 * MIB
+    answer, advice = advised(WIDE, enough + 20 * MIB, **strategy)
+    assert advice[0]["flags"] == "--loss fused"
+    assert advice[0]["keys"] == ""
+    assert all("--offload" not in one["flags"] for one in advice[:1])
+    again = planner.plan(Question(WIDE, {**ALONE, **strategy, "loss": "fused"}, budget_bytes=enough + 20 * MIB))
+    assert again.best is not None
+    assert again.best.tokens_per_s_per_gpu == advice[0]["forecast"]["tokens_per_s_per_gpu"]
+    shown = " ".join(table_text(answer.report).split())
+    assert "It would fit with --loss fused (--loss fused is no setting of `shardwise train`): no_shard, " in shown
+    assert " GiB per GPU; " in shown
+    assert shown.count("Or with --") == len(advice) - 1
+    assert "It would fit with --loss fused" in page_html(answer.report)
+    with pytest.raises(PlanError, match=r"it would fit with --loss fused$"):
+        answer.check_fits()
+
+
+def test_what_does_not_suffice_alone_is_combined_and_nothing_else_is() -> None:
+    given = {"strategy": "no_shard", "seq_len": 16}
+    both = {"optimizer_in_backward": True, "optimizer": "adamw-bf16"}
+    enough = needs(DEEP, **given, **both) + 2 * MIB
+    assert all(needs(DEEP, **given, **{name: value}) > enough for name, value in both.items())
+    _, advice = advised(DEEP, enough, **given)
+    assert advice[0]["flags"] == "--optimizer-in-backward --optimizer adamw-bf16"
+    assert advice[0]["keys"] == "train.optimizer_in_backward=true train.clip=0 train.optimizer=adamw-bf16"
+
+
+def test_more_ranks_are_an_answer_and_a_shorter_sequence() -> None:
+    given = {"seq_len": 2048, "optimizer": "momentum", "loss": "fused", "gpus_per_node": 2, "slots": 2}
+    given |= {"activation_checkpointing": "offload", "optimizer_in_backward": True}
+    given |= {"context_bytes": 0, "nccl_bytes": 0}
+    enough = max(needs(DEEP, **{**given, **change}) for change in ({"gpus_per_node": 4}, {"seq_len": 1024}))
+    assert needs(DEEP, **given) > enough
+    _, advice = advised(DEEP, enough, **given)
+    assert [(one["flags"], one["keys"]) for one in advice[:2]] == [
+        ("--gpus 4", "parallel.ranks=4"),
+        ("--seq-len 1024", "data.seq_len=1024"),
+    ]
+
+
+def test_a_smaller_micro_batch_keeps_the_batch() -> None:
+    given = {"strategy": "no_shard", "seq_len": 1024, "micro_batch": 8, "loss": "fused"}
+    given["activation_checkpointing"] = "none"
+    enough = needs(DEEP, **{**given, "micro_batch": 4, "accumulation": 2}) + MIB
+    _, advice = advised(DEEP, enough, **given)
+    assert advice[0]["flags"] == "--micro-batch 4 --accumulation 2"
+    assert advice[0]["keys"] == "train.micro_batch=4 train.global_batch=8"
+    assert advice[1]["flags"] == "--activation-checkpointing full"
+
+
+def test_a_strategy_that_was_asked_for_may_be_the_trouble() -> None:
+    given = {"strategy": "no_shard", "gpus_per_node": 4, "seq_len": 16}
+    enough = needs(DEEP, **{**given, "strategy": "full_shard"}) + MIB
+    _, advice = advised(DEEP, enough, **given)
+    assert (advice[0]["flags"], advice[0]["keys"]) == ("--strategy full_shard", "parallel.strategy=full_shard")
+
+
+def test_beside_adapters_the_base_takes_fewer_bits() -> None:
+    large = {**DEEP, "hidden_size": 2048, "intermediate_size": 8192}
+    given = {"strategy": "full_shard", "seq_len": 16, "lora": 4, "slots": 2}
+    frozen = replace(BF16, frozen="int8")
+    _, advice = advised(large, needs(large, **{**given, "precision": frozen}) + MIB, **given)
+    assert (advice[0]["flags"], advice[0]["keys"]) == ("--base int8", "lora.base=int8")
+
+
+@pytest.mark.parametrize(("rate", "step"), [(1e10, ""), (1e12, ",step=cpu")])
+def test_offload_is_last_and_the_faster_processor_steps(rate: float, step: str) -> None:
+    gpu = replace(find_device("h100-sxm-80gb"), node={"processors_bytes_per_s": Figure(rate, "a test")})
+    given = {"gpu": gpu, "seq_len": 16, "accumulation": 2, "optimizer": "momentum", "strategy": "full_shard"}
+    places = "params=cpu,optimizer=cpu,gradients=cpu"
+    enough = needs(DEEP, **given, offload=places) + 4 * MIB
+    assert needs(DEEP, **given, offload="cpu") > enough
+    _, advice = advised(DEEP, enough, **given)
+    assert advice[-1]["flags"] == f"--offload {places}{step}"
+    keys = "offload.params=cpu offload.optimizer=cpu offload.gradients=cpu"
+    assert advice[-1]["keys"] == keys + (" offload.step=cpu" if step else "")
+
+
+def test_a_cpus_ranks_share_memory_and_may_use_its_disk() -> None:
+    given = {"gpu": "cpu", "precision": Precision(), "seq_len": 16, "optimizer": "momentum"}
+    enough = needs(DEEP, **given, offload="optimizer=nvme", optimizer_in_backward=True) + 2 * MIB
+    answer, advice = advised(DEEP, enough, **given)
+    assert [one["flags"] for one in advice] == ["--optimizer-in-backward --offload optimizer=nvme"]
+    assert advice[0]["keys"].endswith("offload.optimizer=nvme offload.path=...")
+    assert "of the step spent waiting for copies" in " ".join(table_text(answer.report).split())
+
+
+def test_what_is_answered_with_several_values_and_where_engines_are_compared() -> None:
+    given = {"seq_len": [16, 32], "strategy": "no_shard", "loss": ["model", "fused"]}
+    answer, advice = advised(DEEP, needs(DEEP, seq_len=16, strategy="no_shard", optimizer="adamw-bf16") + MIB, **given)
+    assert advice[0]["forecast"]["job"]["seq_len"] == answer.report.exploration.candidates[0].job.seq_len
+    compared = {"seq_len": 16, "gpus_per_node": 2}
+    question = Question(DEEP, compared, budget_bytes=600 * MIB, compare=("fsdp2", "shardwise"))
+    assert planner.plan(question).extra["advice"] == []
