@@ -14,7 +14,7 @@ import xxhash
 
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.errors import CheckpointError, MismatchError
-from shardwise.together import fail_together
+from shardwise.together import fail_together, work_together
 
 _TEXT_BYTES = 3584
 """Most bytes of an error's text that other ranks quote; each is sent as one int64 of a collective."""
@@ -58,6 +58,22 @@ class Agreement(ABC):
             return None
         text = (failure or "") if failed == self.rank else ""
         return f"rank {failed} failed: {self._broadcast_text(text)}"
+
+    def on_first(self, task: Callable[[], str]) -> str:
+        """Return on every rank the short text that a task returns on rank 0. If it raises, all raise as in
+        `together`."""
+        said = ""
+        with self.together("rank 0 failed"):
+            if self.is_first:
+                said = task()
+        return self._broadcast_text(said)
+
+    def work(self, task: Callable[[], object]) -> None:
+        """Run a task that may take longer on some ranks than others would wait: see `work_together`."""
+        if self.world_size == 1:
+            task()  # in this thread, so that an interrupt reaches it
+        else:
+            work_together(task, self._tell, lambda own: bool(self._highest([own])[0]))
 
     def broadcast_from_rank0(self, number: int) -> int:
         """Return rank 0's number (not negative) on every rank."""
