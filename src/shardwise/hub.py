@@ -32,8 +32,8 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([^@\s]+))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAKE_ROOM = "make room, or set HF_HOME to a directory with more"
-_NOT_KNOWN = 401
-"""HTTP's status where there is no token, or a wrong one."""
+_NOT_KNOWN, _FORBIDDEN = 401, 403
+"""HTTP's statuses where there is no token, or a wrong one; and where a token may not do something."""
 _AT_ONCE = 8
 """Number of files that are downloaded, and of headers that are read, at the same time."""
 
@@ -74,6 +74,11 @@ class Listing:
     def configuration(self) -> list[str]:
         """Paths of the files of the model's configuration and tokenizer."""
         return [path for path in self.files if path.startswith(_TEMPLATES) or _is_configuration(path)]
+
+
+def may_be_name(text: str | os.PathLike[str]) -> bool:
+    """Return whether a text has the form of a name, whatever exists on this machine."""
+    return isinstance(text, str) and _NAME.fullmatch(text) is not None
 
 
 def hub_name(text: str | os.PathLike[str]) -> HubName | None:
@@ -404,7 +409,7 @@ def _download(listed: Listing, paths: list[str], where: str, say: Callable[[str]
         missing = paths if folder is None else [path for path in paths if not (folder / path).exists()]
         if folder is not None and not missing:
             return folder
-        _check_room(sum(listed.files[path] for path in missing), name, where)
+        check_room(sum(listed.files[path] for path in missing), name, where, _cache())
         if say is not None:
             nbytes = sum(listed.files[path] for path in missing)
             say(f"{name}: downloading {len(missing)} of {len(paths)} files of weights, {_size(nbytes)}, to {_cache()}")
@@ -419,9 +424,8 @@ def _download(listed: Listing, paths: list[str], where: str, say: Callable[[str]
         )
 
 
-def _check_room(nbytes: int, name: HubName, where: str) -> None:
-    """Raise HubError if the disk of the cache has not so many bytes left."""
-    cache = _cache()
+def check_room(nbytes: int, name: HubName, where: str, cache: Path) -> None:
+    """Raise HubError if the disk of a cache has not so many bytes left."""
     place = next(path for path in (cache, *cache.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(place).free
     if free < nbytes:
@@ -450,3 +454,79 @@ def _silent_bar() -> type[Any]:
 
 def _init_silently(bar: Any, *args: Any, **kwargs: Any) -> None:
     super(type(bar), bar).__init__(*args, **{**kwargs, "disable": True})
+
+
+# Uploads --------------------------------------------------------------------------------------------------------------
+
+
+def check_token(where: str) -> None:
+    """Raise HubError if nothing can be uploaded, because there is no token or HF_HUB_OFFLINE is set. No request.
+
+    where: the beginning of the message, as in "hub.push_to='org/name'".
+    """
+    with _writing(where):
+        from huggingface_hub import constants, get_token
+
+        if constants.is_offline_mode():
+            raise HubError(f"{where}: HF_HUB_OFFLINE=1 forbids to upload")
+        if get_token() is None:
+            raise HubError(f"{where}: {_LOG_IN}")
+
+
+def upload(name: str, files: Mapping[str, Path | bytes], private: bool, message: str) -> str:
+    """Upload a model's files in one commit and return the address of the repository. Weights of an earlier upload that
+    are not among the files are removed.
+
+    Args:
+        name: "org/name"; the repository is created if it does not exist.
+        files: paths of files, or their contents, by name in the repository.
+        private: whether a repository that is created is private.
+        message: the commit's message.
+
+    Raises:
+        HubError: there is no token, or it may not write there; or the hub cannot be reached.
+    """
+    if not may_be_name(name) or "@" in name:
+        raise HubError(f"{name!r} is not the name of a repository: give org/name")
+    check_token(name)
+    with _writing(name):
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+        api = HfApi()
+        url = api.create_repo(name, private=private, exist_ok=True)
+        there = api.list_repo_files(name)
+        old = [path for path in there if path.endswith((".safetensors", INDEX)) and path not in files]
+        operations: list[Any] = [CommitOperationDelete(path) for path in old]
+        operations += [
+            CommitOperationAdd(path, data if isinstance(data, bytes) else str(data)) for path, data in files.items()
+        ]
+        api.create_commit(name, operations, commit_message=message)
+        return str(url)
+
+
+_LOG_IN = "no token to upload with: log in with `hf auth login`, or set HF_TOKEN, with one that may write"
+
+
+@contextmanager
+def _writing(where: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises inside the block into a HubError that begins with `where`."""
+    try:
+        yield
+    except HubError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name != "huggingface_hub":
+            raise
+        raise HubError(f"{where}: uploads need huggingface_hub: pip install 'shardwise[hf]'") from None
+    except Exception as error:
+        from huggingface_hub import constants, errors
+
+        host = constants.ENDPOINT.partition("://")[2]
+        status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+        if status in {_NOT_KNOWN, _FORBIDDEN}:
+            said = f"the token may not write there on {host}: use one with write access, or another namespace"
+        elif status is None and isinstance(error, _unreachable()):
+            said = f"{host} cannot be reached ({one_line(error)})"
+        else:
+            said = f"{host} refused the upload: {one_line(error, with_type=True)}"
+        raise HubError(f"{where}: {said}") from error

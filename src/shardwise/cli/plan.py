@@ -15,6 +15,7 @@ from shardwise.cli.plan_options import CALIBRATED, Options, numbers_of, words_of
 from shardwise.cli.process.exit import Exit
 from shardwise.cli.searching import Searching
 from shardwise.errors import PlanError, UserError
+from shardwise.hub import pinned
 from shardwise.policy.adapters import Adapters
 from shardwise.suggest import nearest_path
 
@@ -38,6 +39,8 @@ def plan(**given: Any) -> int:
     _check_counts(options)
     if options.calibrate:
         return _calibrate(options)
+    if options.model is not None:
+        options = replace(options, model=pinned(options.model, f"MODEL {options.model!r}"))
     if options.backend != "torch":
         from shardwise.cli.on_jax import plan as plan_on_jax
 

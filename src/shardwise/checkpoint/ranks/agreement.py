@@ -12,8 +12,10 @@ from contextlib import contextmanager
 
 import xxhash
 
+from shardwise.checkpoint.io.storage import Location
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.errors import CheckpointError, MismatchError
+from shardwise.hub import fetch_together, hub_name, may_be_name
 from shardwise.together import fail_together, work_together
 
 _TEXT_BYTES = 3584
@@ -103,3 +105,17 @@ def wait_for_last_save(peers: Agreement) -> None:
             save_thread.wait()
     finally:
         save_thread.clean_up()
+
+
+def fetched(path: Location, peers: Agreement, disagree: str) -> Location:
+    """Return a path as it is, and a name of a hub as the directory in the cache, to which one process of each machine
+    downloads it. Collective.
+
+    Raises HubError in every process; MismatchError, with the message `disagree`, if processes disagree about what to
+    load, because for some of them it is a path.
+    """
+    if not may_be_name(path):
+        return path
+    name = str(path)
+    peers.agree(f"{hub_name(name)}", disagree)
+    return path if hub_name(name) is None else fetch_together(name, repr(name), peers, weights=True)
