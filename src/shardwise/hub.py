@@ -30,8 +30,12 @@ _CONFIGURATION = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _TEMPLATES = "additional_chat_templates/"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([^@\s]+))?", re.ASCII)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HASH, _SHOWN = 40, 8
+"""Digits of a commit's hash, and how many of them are shown."""
+_COMMIT = re.compile(rf"[0-9a-f]{{{_HASH}}}")
+_CONFIG = "config.json"
 _MAKE_ROOM = "make room, or set HF_HOME to a directory with more"
+_KINDS = {"model": "model", "dataset": "data set"}
 _NOT_KNOWN, _FORBIDDEN = 401, 403
 """HTTP's statuses where there is no token, or a wrong one; and where a token may not do something."""
 _AT_ONCE = 8
@@ -76,6 +80,20 @@ class Listing:
         return [path for path in self.files if path.startswith(_TEMPLATES) or _is_configuration(path)]
 
 
+_LISTED: dict[tuple[HubName, str], Listing] = {}
+"""Listings of commits that this process knows, by name and kind."""
+
+
+def _say_nothing(line: str) -> None:
+    pass
+
+
+def shown(text: str) -> str:
+    """Return a text as it is, except that a commit's hash in a name is shortened."""
+    name = hub_name(text)
+    return text if name is None or not name.is_pinned else text[: -(_HASH - _SHOWN)]
+
+
 def may_be_name(text: str | os.PathLike[str]) -> bool:
     """Return whether a text has the form of a name, whatever exists on this machine."""
     return isinstance(text, str) and _NAME.fullmatch(text) is not None
@@ -105,7 +123,7 @@ def local(text: str | os.PathLike[str]) -> Path:
 
 
 def fetch(
-    text: str | os.PathLike[str], where: str, *, weights: bool = False, say: Callable[[str], None] | None = None
+    text: str | os.PathLike[str], where: str, *, weights: bool = False, say: Callable[[str], None] = _say_nothing
 ) -> Path:
     """Return the directory of a model as `local` does, and download first what of it is missing.
 
@@ -130,7 +148,16 @@ def fetch(
     folder = _download(listed, listed.configuration, where)
     if not weights:
         return folder
-    return _download(listed, weight_files(listed, where), where, say or (lambda line: None))
+    return _download(listed, weight_files(listed, where), where, say)
+
+
+def fetch_config(name: HubName, where: str) -> Path:
+    """Return a model's `config.json`, alone of its files, after downloading it if it is not in the cache. Raises
+    HubError as `fetch` does."""
+    listed = listing(name, where)
+    if _CONFIG not in listed.files:
+        raise HubError(f"{where}: {name.repository} has no {_CONFIG}: it is not a model of transformers")
+    return _download(listed, [_CONFIG], where) / _CONFIG
 
 
 class Peers(Protocol):
@@ -144,7 +171,7 @@ class Peers(Protocol):
 
 
 def fetch_together(
-    text: str, where: str, peers: Peers, *, weights: bool = False, say: Callable[[str], None] | None = None
+    text: str, where: str, peers: Peers, *, weights: bool = False, say: Callable[[str], None] = _say_nothing
 ) -> Path:
     """Do the same as `fetch` with all ranks: rank 0 pins the name to a commit, the first rank of each machine
     downloads, and the others wait without a timeout. Every rank must call this, with the same text.
@@ -179,6 +206,8 @@ def listing(name: HubName, where: str, kind: str = "model") -> Listing:
     Raises:
         HubError: as in `fetch`.
     """
+    if (name, kind) in _LISTED:
+        return _LISTED[name, kind]
     with reaching(name, where, kind):
         from huggingface_hub import HfApi, constants
 
@@ -196,7 +225,9 @@ def listing(name: HubName, where: str, kind: str = "model") -> Listing:
             return known
         assert info.sha is not None
         _remember(name, kind, info.sha)
-        return Listing(name.at(info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()})
+        found = Listing(name.at(info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()})
+        _LISTED[found.name, kind] = found
+        return found
 
 
 def weight_files(listed: Listing, where: str) -> list[str]:
@@ -226,11 +257,10 @@ def weight_files(listed: Listing, where: str) -> list[str]:
     return named
 
 
-def headers(listed: Listing, where: str) -> dict[str, SafetensorsFileMetadata]:
-    """Return the headers of a model's safetensors files by path, from the first bytes of each. Raises HubError."""
+def headers(listed: Listing, paths: list[str], where: str) -> dict[str, SafetensorsFileMetadata]:
+    """Return the headers of safetensors files by path, from the first bytes of each. Raises HubError."""
     from concurrent.futures import ThreadPoolExecutor
 
-    paths = weight_files(listed, where)
     with reaching(listed.name, where):
         from huggingface_hub import HfApi
 
@@ -292,8 +322,8 @@ def _explain(error: Exception, name: HubName, where: str, kind: str) -> NoReturn
         ),
         (
             any_is(errors.RepositoryNotFoundError),
-            f"{missing} no {kind} {name.repository} on {host}: check the name, or, if it is private, log in with "
-            "`hf auth login`",
+            f"{missing} no {_KINDS[kind]} {name.repository} on {host}: check the name, or, if it is private, log in "
+            "with `hf auth login`",
         ),
         (any_is(errors.HFValidationError), f"{missing} no name that a hub can have: {one_line(error)}"),
         (status == _NOT_KNOWN, f"{host} does not accept the token: log in with `hf auth login`, or set HF_TOKEN anew"),
@@ -412,7 +442,8 @@ def _download(listed: Listing, paths: list[str], where: str, say: Callable[[str]
         check_room(sum(listed.files[path] for path in missing), name, where, _cache())
         if say is not None:
             nbytes = sum(listed.files[path] for path in missing)
-            say(f"{name}: downloading {len(missing)} of {len(paths)} files of weights, {_size(nbytes)}, to {_cache()}")
+            files = f"{len(missing)} of {len(paths)} files of weights"
+            say(f"{shown(str(name))}: downloading {files}, {_size(nbytes)}, to {_cache()}")
         return Path(
             snapshot_download(
                 name.repository,

@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise import accelerators
 from shardwise.checkpoint.pretrained import blank_for
 from shardwise.errors import ConfigError, UserError
-from shardwise.hub import local
+from shardwise.hub import local, shown
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.model_tools.memory import replicated
 from shardwise.modules.deferred_init.materialize import init_on_device, left_blank
@@ -213,9 +213,10 @@ class Trainer:
         if saved_whole or weights is None:
             return sharded
         report = sw.checkpoint.load_pretrained(weights, sharded)
+        name = shown(self.config.model.pretrained or "")
         self.console.say(
-            f"{self.config.model.pretrained}: each rank read its own {report.read_bytes / 2**20:,.1f} MiB of weights, "
-            f"and held at most {report.peak_staged_bytes / 2**20:,.1f} MiB besides its shards"
+            f"{name}: each rank read its own {report.read_bytes / 2**20:,.1f} MiB of weights, and held at most "
+            f"{report.peak_staged_bytes / 2**20:,.1f} MiB besides its shards"
         )
         return sharded
 
@@ -468,7 +469,7 @@ class Trainer:
         train, held_out = self.data.train, self.data.held_out
         seq_len = self.config.data.seq_len
         self.console.say(
-            f"{self.config.data.source}: {len(train):,} rows of {seq_len} tokens to train on, "
+            f"{shown(self.config.data.source)}: {len(train):,} rows of {seq_len} tokens to train on, "
             f"{len(held_out):,} held out"
         )
         share = train.target_tokens / (len(train) * (seq_len - 1))

@@ -11,10 +11,11 @@ from shardwise import hub
 from shardwise.checkpoint.format import manifest, training_json
 from shardwise.checkpoint.format.contents import Contents
 from shardwise.checkpoint.format.safetensors_layout import ITEM_BYTES, StoredTensor
+from shardwise.checkpoint.format.tensor_files import ADAPTER_CONFIG
 from shardwise.checkpoint.interchange import dcp_metadata
 from shardwise.checkpoint.interchange.carried import Carried
 from shardwise.checkpoint.interchange.convert import read
-from shardwise.checkpoint.interchange.kinds import Kind, kind_of
+from shardwise.checkpoint.interchange.kinds import ADAPTER_WEIGHTS, Kind, kind_of
 from shardwise.checkpoint.io.storage import Location, directory_of, is_url
 from shardwise.checkpoint.publish import commit
 from shardwise.checkpoint.ranks import save_thread
@@ -156,14 +157,17 @@ def _inspect(location: Location, quick: bool, progress: Progress | None) -> Insp
 def _of_hub(name: hub.HubName, where: str) -> Inspection:
     """Inspect a model on a hub by its list of files and the headers of its weights."""
     listed = hub.listing(name, where)
+    adapter = {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= listed.files.keys()
+    paths = [ADAPTER_WEIGHTS] if adapter else hub.weight_files(listed, where)
     tensors = []
-    for path, header in hub.headers(listed, where).items():
+    for path, header in hub.headers(listed, paths, where).items():
         for key, tensor in header.tensors.items():
             if tensor.dtype not in ITEM_BYTES:
                 raise CheckpointError(f"{where}: {path} has {key!r} in the unknown dtype {tensor.dtype}")
             tensors.append(StoredTensor(key, tensor.dtype, tuple(tensor.shape)))
     checked = "headers read; no weights downloaded"
-    return Inspection(str(listed.name), Kind.HUGGING_FACE, dict(listed.files), (), checked, groups(tensors))
+    kind = Kind.ADAPTER if adapter else Kind.HUGGING_FACE
+    return Inspection(str(listed.name), kind, dict(listed.files), (), checked, groups(tensors))
 
 
 def _found(location: Location, kind: Kind) -> dict[str, Any]:

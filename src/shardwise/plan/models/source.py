@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError, one_line
-from shardwise.hub import fetch, hub_name
+from shardwise.hub import fetch_config, hub_name
 from shardwise.plan.models.description import ConfigDescription, kept_attention, kept_description
 from shardwise.plan.models.transformers_models import build_transformer, check_model_type, described, fastest_attention
 from shardwise.suggest import did_you_mean, nearest_path
@@ -163,8 +163,9 @@ def resolve(model: ModelLike) -> ModelSource:
     path = Path(name)
     if os.path.exists(path):  # noqa: PTH110 - a name that is too long for a path is none
         return _from_path(path, name)
-    if hub_name(name) is not None:
-        return _from_path(fetch(name, f"MODEL {name!r}"), name)
+    on_hub = hub_name(name)
+    if on_hub is not None:
+        return _from_path(fetch_config(on_hub, f"MODEL {name!r}"), name)
     if ":" in name and "/" not in name:
         from shardwise.plan.models.factory import load_factory
 

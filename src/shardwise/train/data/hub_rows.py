@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def hub_documents(name: hub.HubName, subset: str | None, split: str | None) -> I
             yield document
 
 
-def prepare(name: hub.HubName, subset: str | None, split: str | None, shows_progress: bool = False) -> Any:
+def prepare(name: hub.HubName, subset: str | None, split: str | None, say: Callable[[str], None] | None = None) -> Any:
     """Return a data set of a hub as a `datasets.Dataset`, after downloading and converting it if it is not in the
     cache.
 
@@ -40,7 +40,7 @@ def prepare(name: hub.HubName, subset: str | None, split: str | None, shows_prog
         name: pinned to a commit.
         subset: its configuration; None = its only one, or its default.
         split: None = "train".
-        shows_progress: whether to show `datasets`' progress bars.
+        say: takes the line that says that it is fetched; None = say nothing, and show no progress bars.
 
     Raises:
         HubError: it cannot be fetched, or the disk has no room for it.
@@ -49,20 +49,23 @@ def prepare(name: hub.HubName, subset: str | None, split: str | None, shows_prog
     import datasets
     from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError
 
-    (datasets.enable_progress_bars if shows_progress else datasets.disable_progress_bars)()
+    (datasets.disable_progress_bars if say is None else datasets.enable_progress_bars)()
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it also logs every error that it raises
-    where = f"data.source={str(name)!r}"
+    where = f"data.source={hub.shown(str(name))!r}"
     note = _note(name, subset, split)
     known = _noted(note)
     if known is not None:
         return known
+    if say is not None:
+        say(f"{hub.shown(str(name))}: fetching the data set")
     arguments: dict[str, Any] = {"name": subset, "revision": name.revision}
     try:
         with hub.reaching(name, where, "dataset"):
             try:
                 builder = datasets.load_dataset_builder(name.repository, **arguments)
                 hub.check_room(_ARROW_BYTES * _file_bytes(builder, name, where), name, where, Path(builder.cache_dir))
-                rows = datasets.load_dataset(name.repository, split=split or "train", **arguments)
+                builder.download_and_prepare()
+                rows = builder.as_dataset(split=split or "train")
             except (ValueError, RuntimeError, DatasetGenerationError, DataFilesNotFoundError) as error:
                 raise _Unusable(one_line(error.__cause__ or error)) from error
     except HubError as error:

@@ -75,8 +75,7 @@ def fetch(config: Config, weights: bool, say: Callable[[str], None]) -> None:
         hub.fetch(model.pretrained, f"{key}={model.pretrained!r}", weights=weights, say=say)
     rows = hub.hub_name(data.source)
     if rows is not None:
-        say(f"{rows}: fetching the data set")
-        prepare(rows, data.subset, data.split, shows_progress=True)
+        prepare(rows, data.subset, data.split, say)
 
 
 def has_weights(name: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.errors import ConfigError
-from shardwise.hub import local
+from shardwise.hub import local, shown
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import Config
@@ -127,13 +127,13 @@ def sources_in_words(config: Config, tokenizer: Tokenizer, resumes: bool) -> str
     """
     weights = f"random numbers of train.seed={config.train.seed}"
     if config.model.pretrained is not None:
-        weights = config.model.pretrained
+        weights = shown(config.model.pretrained)
     if resumes:
         weights = f"the checkpoint's, beside {weights}" if config.lora.r else "the checkpoint's"
     template = 'none ("### role" above each message)'
     if getattr(tokenizer, "chat_template", None):
         template = "the tokenizer's"
-    name = config.data.tokenizer or BYTES
+    name = shown(config.data.tokenizer or BYTES)
     return f"weights: {weights}; tokenizer: {name}, {tokenizer.vocab_size:,} ids; chat template: {template}"
 
 
