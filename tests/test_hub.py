@@ -256,3 +256,31 @@ dist.destroy_process_group()
     assert [client.communicate(timeout=120)[0].strip() for client in clients] == [commit] * 3
     assert sum(r.sent_bytes for r in hub.recorded("model-2.safetensors")) == 3 * 2**20
     assert len([r for r in hub.requests if r.path.startswith("/api/models/org/sharded/tree")]) <= 2
+
+
+def test_an_upload_replaces_the_one_before(hub: mock.Hub, tmp_path: Path) -> None:
+    """Weights that it no longer has are removed, in the same commit; a repository of another's is refused."""
+    code = """
+import sys
+from shardwise.errors import HubError
+from shardwise.hub import upload
+try:
+    for files in ({"model-1.safetensors": b"a" * 100, "config.json": b"{}"}, {"model.safetensors": b"b" * 50}):
+        print(upload(sys.argv[1], files, True, "message"))
+except HubError as error:
+    print("error:", error)
+"""
+    assert had(hub, tmp_path / "home", "me/mine", code=code, token=mock.WRITER) == f"{hub.url}/me/mine"
+    repository = hub.repositories["model", "me/mine"]
+    files = repository.commits[repository.refs["main"]]
+    assert files == {".gitattributes": b"", "config.json": b"{}", "model.safetensors": b"b" * 50}
+    assert repository.private
+    assert len(repository.commits) == 3
+    refused = had(hub, tmp_path / "home", "me/other", code=code, token=mock.READER)
+    assert re.fullmatch(r"error: me/other: the token may not write there on 127.0.0.1:\d+: use one with .*", refused)
+    refused = had(hub, tmp_path / "home", "me/other", code=code)
+    assert refused.startswith("error: me/other: no token to upload with: log in with `hf auth login`")
+    refused = had(
+        hub, tmp_path / "home", "me/x", code=code, token="t", environment={"HF_ENDPOINT": "http://127.0.0.1:9"}
+    )
+    assert refused.startswith("error: me/x: 127.0.0.1:9 cannot be reached")

@@ -193,7 +193,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="shardwise-hub-") as name, mock.running() as hub:
         found = []
         for row in transcript(hub, Path(name)):
-            out = row.out.replace(name, "/tmp/hub").replace(hub.url, "http://hub")
+            out = row.out.replace(name, "/tmp/hub").replace(hub.url, "http://hub").replace(f"{ROOT}/", "")
             found.append(replace(row, out=out))
             print(f"$ {row.command}\n{out}status {row.status}, {row.requests} requests\n", flush=True)
     text = markdown(found)

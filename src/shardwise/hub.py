@@ -426,6 +426,12 @@ def _cached_listing(name: HubName, kind: str) -> Listing | None:
         return Listing(pinned, sizes, is_whole=False)
 
 
+def cached(listed: Listing, paths: list[str]) -> Path | None:
+    """Return the directory in the cache if it has all of some files; else None."""
+    folder = _cached_folder(listed.name)
+    return folder if folder is not None and all((folder / path).exists() for path in paths) else None
+
+
 def _download(listed: Listing, paths: list[str], where: str, say: Callable[[str], None] | None = None) -> Path:
     """Return the directory in which the given files of a repository are, after downloading those that are missing.
 

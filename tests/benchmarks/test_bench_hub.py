@@ -29,7 +29,7 @@ def test_from_a_hub_and_back(tmp_path: Path) -> None:
     assert plan.weights_bytes == 0
     assert plan.received_bytes < 10_000  # a configuration and a list of files
     assert inspect.weights_bytes <= 100_001 * len(weights)  # the headers
-    assert "7,482,624" in inspect.out
+    assert "7,475,456" in inspect.out
     assert of_config.weights_bytes == 0
 
     cut = [r for r in hub.requests if r.path.startswith("/cdn") and r.status in {200, 206} and r.method == "GET"]
@@ -44,7 +44,7 @@ def test_from_a_hub_and_back(tmp_path: Path) -> None:
 
     assert "step 5 is next" in resume.out
     assert (resume.weights_bytes, resume.requests) == (0, 2)  # the commits of the model and of the data
-    assert (alone.requests, convert.requests, offline.requests if offline.status else 0) == (0, 0, 0)
+    assert (alone.requests, convert.requests, offline.requests) == (0, 0, 0)
 
     adapter = hub_files[ADAPTER].commits[hub_files[ADAPTER].refs["main"]]
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= adapter.keys()

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import PlanError
+from shardwise.errors import HubError, PlanError
 from shardwise.plan.dry_run.recording import Kernel
 from shardwise.plan.models.source import resolve, shapes
 from shardwise.train.config.files import _toml_value
+from tests.hub.cached import put
 
 TINY = {
     "model_type": "llama",
@@ -195,3 +196,24 @@ def test_positions() -> None:
     assert resolve("vit-l-16").positions is None
     assert resolve("torch.nn:Identity").positions is None
     assert resolve({"model_type": "xlnet"}).positions is None  # transformers says -1: any
+
+
+def test_a_name_of_a_hub_is_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without weights in the cache: a plan needs none."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "config.json").write_text(json.dumps(TINY))
+    pinned = put(tmp_path / "made", "org/tiny", tmp_path / "cache", monkeypatch)
+    for name in ("org/tiny", pinned):
+        source = resolve(name)
+        assert (source.title, source.path, source.config) == (name, name, TINY)
+    with pytest.raises(HubError, match=r"^MODEL 'org/other': no such file or directory here, and org/other is not"):
+        resolve("org/other")
+    (tmp_path / "org" / "tiny").mkdir(parents=True)  # a path wins
+    with pytest.raises(PlanError, match=r"MODEL 'org/tiny' is a directory without a config\.json"):
+        resolve("org/tiny")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "README.md").touch()
+    put(tmp_path / "bare", "org/bare", tmp_path / "cache", monkeypatch)
+    with pytest.raises(HubError, match=r"^MODEL 'org/bare': org/bare has no config\.json"):
+        resolve("org/bare")

@@ -11,6 +11,7 @@ import pytest
 from shardwise.errors import ConfigError, HubError
 from shardwise.train.config.schema import Config, LogConfig, ModelConfig, TrainConfig
 from shardwise.train.data.model_files import has_weights, settled
+from tests.hub.cached import put
 
 TINY = {"model_type": "llama", "vocab_size": 2048}
 
@@ -108,3 +109,16 @@ def test_sections_without_a_path_have_no_directory() -> None:
     assert Config(model=ModelConfig(config=TINY), train=TrainConfig(steps=1), log=LogConfig(name="x")).hub.private
     assert has_weights("whole")
     assert not has_weights("pickled")
+
+
+def test_a_name_of_a_hub_is_pinned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = put(folder / "whole", "org/whole", folder / "cache", monkeypatch)
+    config = settled(made({"path": "org/whole"}))
+    assert (config.model.path, config.model.pretrained, config.data.tokenizer) == (pinned, pinned, pinned)
+    assert settled(config) == config
+    assert settled(made({"path": "org/whole", "weights": "random"})).model.pretrained is None
+    assert settled(made({"config": TINY}, tokenizer="org/whole")).data.tokenizer == pinned
+    put(folder / "no-weights", "org/bare", folder / "cache", monkeypatch)
+    with pytest.raises(HubError, match=r'^model\.path=.org/bare@.* or set model\.weights = "random"'):
+        settled(made({"path": "org/bare"}))
+    assert settled(made({"path": "org/bare", "weights": "org/whole"})).model.pretrained == pinned

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,11 @@ def _of_hub(name: hub.HubName, where: str) -> Inspection:
     listed = hub.listing(name, where)
     adapter = {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= listed.files.keys()
     paths = [ADAPTER_WEIGHTS] if adapter else hub.weight_files(listed, where)
+    folder = hub.cached(listed, paths)
+    if folder is not None:
+        found = _inspect(str(folder), True, None)
+        assert isinstance(found, Inspection)
+        return replace(found, location=str(listed.name), files=dict(listed.files))
     tensors = []
     for path, header in hub.headers(listed, paths, where).items():
         for key, tensor in header.tensors.items():
