@@ -192,7 +192,7 @@ def _training_config(answer: "Plan", path: Path | None) -> tuple[str, PlanError 
         return "", None
     try:
         text = dump_toml(training_config(answer.source, answer.best.job, path.stem if path else "planned"))
-        hint = "# Set data.source to a file, folder or glob of texts, tables or instructions.\n"
+        hint = "# Set data.source to a file, folder, glob or hub's data set of texts, tables or instructions.\n"
         return (hint + text if _still_to_set(text) else text), None
     except PlanError as error:
         return "", error
