@@ -306,7 +306,7 @@ def _explain(error: Exception, name: HubName, where: str, kind: str) -> NoReturn
         return any(isinstance(one, kinds) for one in chain)
 
     host = constants.ENDPOINT.partition("://")[2]
-    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name.repository}"
+    page = _page(name, kind)
     missing = f"no such file or directory here{nearest_path(Path(str(name))) or ','} and"
     answer = next((one for one in chain if isinstance(one, errors.HfHubHTTPError)), None)
     status = None if answer is None else answer.response.status_code
@@ -314,7 +314,7 @@ def _explain(error: Exception, name: HubName, where: str, kind: str) -> NoReturn
     cases = (
         (
             any_is(errors.GatedRepoError),
-            f"{name.repository} is gated: ask for access at {page}, then log in with `hf auth login`, or set HF_TOKEN",
+            gated(name, kind),
         ),
         (
             any_is(errors.RevisionNotFoundError),
@@ -341,6 +341,18 @@ def _explain(error: Exception, name: HubName, where: str, kind: str) -> NoReturn
         (True, f"{name} cannot be fetched from {host}: {one_line(error, with_type=True)}"),
     )
     raise HubError(f"{where}: {next(said for applies, said in cases if applies)}") from error
+
+
+def gated(name: HubName, kind: str) -> str:
+    """Return what to do about a repository that is gated."""
+    page = _page(name, kind)
+    return f"{name.repository} is gated: ask for access at {page}, then log in with `hf auth login`, or set HF_TOKEN"
+
+
+def _page(name: HubName, kind: str) -> str:
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name.repository}"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -47,7 +47,7 @@ def prepare(name: hub.HubName, subset: str | None, split: str | None, say: Calla
         ConfigError: it has no such subset or split, or is a script.
     """
     import datasets
-    from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError
+    from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, DatasetNotFoundError
 
     (datasets.disable_progress_bars if say is None else datasets.enable_progress_bars)()
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it also logs every error that it raises
@@ -58,14 +58,17 @@ def prepare(name: hub.HubName, subset: str | None, split: str | None, say: Calla
         return known
     if say is not None:
         say(f"{hub.shown(str(name))}: fetching the data set")
+    files = hub.listing(name, where, "dataset").files
     arguments: dict[str, Any] = {"name": subset, "revision": name.revision}
     try:
         with hub.reaching(name, where, "dataset"):
             try:
                 builder = datasets.load_dataset_builder(name.repository, **arguments)
-                hub.check_room(_ARROW_BYTES * _file_bytes(builder, name, where), name, where, Path(builder.cache_dir))
+                hub.check_room(_ARROW_BYTES * _file_bytes(builder, name, files), name, where, Path(builder.cache_dir))
                 builder.download_and_prepare()
                 rows = builder.as_dataset(split=split or "train")
+            except DatasetNotFoundError as error:  # its list of files was shown, its files are not
+                raise HubError(f"{where}: {hub.gated(name, 'dataset')}") from error
             except (ValueError, RuntimeError, DatasetGenerationError, DataFilesNotFoundError) as error:
                 raise _Unusable(one_line(error.__cause__ or error)) from error
     except HubError as error:
@@ -81,9 +84,8 @@ class _Unusable(Exception):
     """What `datasets` says of a data set that was reached."""
 
 
-def _file_bytes(builder: Any, name: hub.HubName, where: str) -> int:
+def _file_bytes(builder: Any, name: hub.HubName, files: Mapping[str, int]) -> int:
     """Return the bytes of the files that a builder downloads: of all splits."""
-    files = hub.listing(name, where, "dataset").files
     urls = (url for urls in (builder.config.data_files or {}).values() for url in urls)
     paths = {str(url).partition(f"@{name.revision}/")[2] for url in urls}
     return sum(files.get(path, 0) for path in paths)
