@@ -160,7 +160,7 @@ def fetch_config(name: HubName, where: str) -> Path:
     return _download(listed, [_CONFIG], where) / _CONFIG
 
 
-class Peers(Protocol):
+class Fetchers(Protocol):
     """The ranks that need the same files. Every method is collective."""
 
     def on_first(self, task: Callable[[], str]) -> str:
@@ -171,7 +171,7 @@ class Peers(Protocol):
 
 
 def fetch_together(
-    text: str, where: str, peers: Peers, *, weights: bool = False, say: Callable[[str], None] = _say_nothing
+    text: str, where: str, peers: Fetchers, *, weights: bool = False, say: Callable[[str], None] = _say_nothing
 ) -> Path:
     """Do the same as `fetch` with all ranks: rank 0 pins the name to a commit, the first rank of each machine
     downloads, and the others wait without a timeout. Every rank must call this, with the same text.
