@@ -36,7 +36,7 @@ def test_a_minimal_file_gets_the_promised_defaults(path: Path) -> None:
     assert config.log.name == "tiny"
     assert config.run_directory == Path("runs/tiny")
     assert (config.model.dtype, config.model.init, config.model.weights) == ("fp32", "meta", "path")
-    assert (config.data.tokenizer, config.data.seq_len, config.data.eval_fraction) == ("bytes", 512, 0.02)
+    assert (config.data.tokenizer, config.data.seq_len, config.data.eval_fraction) == (None, 512, 0.02)
     assert (config.train.micro_batch, config.train.global_batch, config.train.clip) == (1, None, 1.0)
     assert (config.train.schedule, config.train.activation_checkpointing) == ("cosine", "none")
     assert (config.parallel.ranks, config.parallel.strategy, config.parallel.slots) == ("auto", "full_shard", 3)
