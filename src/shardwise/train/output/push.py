@@ -1,4 +1,4 @@
-"""`shardwise push` and `[hub] push_to`: a trained model to a hub, with a model card."""
+"""`shardwise push` and `[hub] push_to`: a trained model to a hub, with a model card. No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from shardwise import hub
 from shardwise.checkpoint.format import manifest, names_json, training_json
 from shardwise.checkpoint.format.tensor_files import ADAPTER, ADAPTER_CONFIG, MODEL
-from shardwise.checkpoint.interchange.kinds import Kind, is_adapter, kind_of
 from shardwise.errors import CheckpointError, HubError
+from shardwise.suggest import nearest_path
 from shardwise.train.config.schema import Config
 from shardwise.train.run.directory import RunDirectory
 
@@ -67,16 +67,18 @@ def push_final(config: Config, say: Callable[[str], None]) -> None:
 
 def _files(directory: Path) -> dict[str, Path]:
     """Return the files of a model by name. Raises CheckpointError if a directory has none, or a damaged one."""
-    kind = kind_of(directory)
-    if kind not in {Kind.SHARDWISE, Kind.HUGGING_FACE, Kind.ADAPTER}:
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory{nearest_path(directory)}")
+    adapter = _is_adapter(directory)
+    if not adapter and not any((directory / name).is_file() for name in (hub.SINGLE, hub.INDEX)):
         raise CheckpointError(
-            f"{directory} is a checkpoint of the kind {kind.value}, which nobody could load from a hub: convert it "
-            f"first (shardwise convert {directory} TARGET --to hf), and push that"
+            f"{directory} has no {hub.SINGLE} and no {hub.INDEX}, so nobody could load it from a hub: if it is a "
+            f"checkpoint of another kind, convert it first (shardwise convert {directory} TARGET --to hf)"
         )
-    if kind is Kind.SHARDWISE:
+    if (directory / manifest.NAME).is_file():
         for fault in manifest.damage(directory, quick=True):
             raise CheckpointError(f"{fault}; it is not uploaded")
-    stem = ADAPTER if is_adapter(directory) else MODEL
+    stem = ADAPTER if adapter else MODEL
     found = {path.name: path for path in sorted(directory.iterdir()) if path.is_file() and path.name not in _OWN}
     is_of_index = set(_shards(directory))
     return {
@@ -87,6 +89,10 @@ def _files(directory: Path) -> dict[str, Path]:
         or (name.startswith(stem) and name.endswith(_WEIGHTS))
         or (name.endswith(_TEXTS) and not name.endswith(_WEIGHTS))
     }
+
+
+def _is_adapter(directory: Path) -> bool:
+    return all((directory / name).is_file() for name in (ADAPTER_CONFIG, f"{ADAPTER}.safetensors"))
 
 
 def _shards(directory: Path) -> list[str]:
@@ -104,7 +110,7 @@ def card(directory: Path, name: str) -> str:
     places = (directory.parent, directory.parent.parent)
     run = next((place for place in places if (place / "config.toml").is_file()), None)
     config = {} if run is None else tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
-    adapter = is_adapter(directory)
+    adapter = _is_adapter(directory)
     base = _base(directory, config, adapter)
     source = config.get("data", {}).get("source")
     sections = [_head(base, source, adapter, (directory / "config.json").exists()), f"# {name}", ""]
