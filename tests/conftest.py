@@ -21,6 +21,7 @@ TESTS = Path(__file__).parent
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("SHARDWISE_POISON", "1")
 os.environ.setdefault("SHARDWISE_PLAN_CACHE", tempfile.mkdtemp(prefix="shardwise-plan-"))  # of this suite alone
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a hub, except those that start one (hub/mock.py)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # programs out of it can wait for ever (jax/devices.py)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job: runs would not hear it either
     signal.signal(signal.SIGINT, signal.default_int_handler)

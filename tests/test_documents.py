@@ -88,7 +88,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_there_are_commands_on_the_pages() -> None:
-    assert {words[0] for words in COMMANDS} == {"train", "inspect", "convert", "plan", "bench"}
+    assert {words[0] for words in COMMANDS} == {"train", "inspect", "convert", "push", "plan", "bench"}
     assert len(COMMANDS) >= 15
 
 
@@ -108,13 +108,14 @@ def test_commands_are_taken_as_printed(
     monkeypatch.setattr(bench, "run", begin)
     monkeypatch.setattr("shardwise.plan.planner.plan", begin)
     monkeypatch.setattr("shardwise.cli.on_jax.plan", begin)
+    monkeypatch.setattr("shardwise.hub.upload", begin)
     monkeypatch.setattr(plan_command, "_show", lambda answer, options: None)
     if "run.toml" in words and words[0] == "plan":
         assert run(["convert", "ds_config.json", "run.toml"]) == 0
         text = Path("run.toml").read_text()
         Path("run.toml").write_text('[model]\npath = "my-model"\n' + text if "[model]" not in text else text)
     assert run(words) == 0, capsys.readouterr().err
-    assert bool(begun) == (words[0] in {"train", "plan", "bench"})
+    assert bool(begun) == (words[0] in {"train", "push", "plan", "bench"})
 
 
 @pytest.mark.slow
@@ -130,10 +131,18 @@ def test_the_fine_tuning_that_the_guide_prints(room: Path) -> None:
 
 def test_the_adapters_that_the_guide_prints() -> None:
     """They are a section more beside what a configuration has."""
-    whole, adapters = blocks("docs/user-guide.md", "toml")
+    whole, adapters, _ = blocks("docs/user-guide.md", "toml")
     Path("run.toml").write_text(adapters + whole[whole.index("[data]") :])
     config = load("run.toml")
     assert (config.lora.r, config.lora.base, config.model.dtype) == (16, "nf4", "bf16")
+
+
+def test_the_names_of_a_hub_that_the_guide_prints() -> None:
+    """They are sections of a configuration."""
+    *_, named = blocks("docs/user-guide.md", "toml")
+    Path("run.toml").write_text(f"{named}\n[train]\nsteps = 1\n")
+    config = load("run.toml")
+    assert (config.model.pretrained, config.data.subset, config.hub.private) == ("org/base", "english", True)
 
 
 @on_ranks(1)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "src" / "shardwise"
 # What each package may import besides itself. Packages of one layer may not import each other.
 LAYERS = [
     {"accelerators", "errors", "liveness", "suggest", "tables"},
-    {"layout", "policy", "foreign", "together"},
+    {"layout", "policy", "foreign", "hub", "together"},
     {"comm", "files"},
     {"sharded"},
     {"modules", "offload"},
@@ -23,7 +23,9 @@ LAYERS = [
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-SELF = {"jax": {"errors", "suggest", "tables", "layout", "policy", "files", "checkpoint"}}  # beside the layers
+SELF = {
+    "jax": {"errors", "suggest", "tables", "hub", "together", "layout", "policy", "files", "checkpoint"}
+}  # beside the layers
 USERS_OF_SELF = {"train", "cli"}
 # What each folder or module of a package may import of that package; "." is the modules that are not named.
 ROOMS: dict[str, dict[str, set[str]]] = {
@@ -62,7 +64,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "cli": {"process": set(), ".": {"process"}},
 }
-NO_TORCH = {"errors", "liveness", "suggest", "tables", "layout", "policy", "foreign", "together", "files", "jax"}
+NO_TORCH = {"errors", "liveness", "suggest", "tables", "layout", "policy", "foreign", "hub", "together", "files", "jax"}
 TOP = "the package itself"
 
 

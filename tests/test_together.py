@@ -1,5 +1,6 @@
-"""`fail_together` on one rank. What `tell` returns stands for the other ranks."""
+"""`fail_together` and `work_together` on one rank. What `tell` returns stands for the other ranks."""
 
+import threading
 from collections.abc import Callable
 from unittest import mock
 
@@ -8,7 +9,7 @@ import pytest
 from shardwise.comm.protocol import Combine
 from shardwise.errors import PeerError
 from shardwise.offload.together import together
-from shardwise.together import fail_together
+from shardwise.together import fail_together, work_together
 
 
 def playing(answer: str | None) -> tuple[list[str | None], Callable[[str | None], str | None]]:
@@ -63,3 +64,47 @@ def test_peers_of_a_disk_hear_of_an_error_without_a_text() -> None:
     with pytest.raises(AssertionError), together((group,), "a step"):
         raise AssertionError
     assert said == [b"AssertionError"]
+
+
+@pytest.mark.parametrize("polls", [1, 3])
+def test_work_ends_when_all_have_ended(polls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks are still working at the first polls."""
+    monkeypatch.setattr("shardwise.together._POLL_S", 0.01)
+    told, tell = playing(None)
+    heard: list[bool] = []
+
+    def on_any(own: bool) -> bool:
+        heard.append(own)
+        return own or len(heard) < polls
+
+    assert work_together(lambda: 7, tell, on_any) == 7
+    assert len(told) == len(heard) >= polls
+    assert not heard[-1]
+
+
+def test_long_work_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.together._POLL_S", 0.01)
+    _, tell = playing(None)
+    heard: list[bool] = []
+    done = threading.Event()
+
+    def on_any(own: bool) -> bool:
+        heard.append(own)
+        if len(heard) == 3:
+            done.set()
+        return own
+
+    assert work_together(done.wait, tell, on_any)
+    assert heard[:3] == [True] * 3
+
+
+def test_work_that_fails_here_or_elsewhere() -> None:
+    def fail() -> None:
+        raise ValueError("no cheese")
+
+    told, tell = playing("rank 0 failed")
+    with pytest.raises(ValueError, match=r"^no cheese$"):
+        work_together(fail, tell, lambda own: own)
+    assert told == ["no cheese"]
+    with pytest.raises(PeerError, match=r"^rank 0 failed$"):
+        work_together(threading.Event().wait, tell, lambda own: own)

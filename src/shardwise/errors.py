@@ -3,6 +3,7 @@
     ShardwiseError
     ├── UserError              a mistake in what was asked for; the CLI prints one line and exits 2
     │   ├── ConfigError        a configuration key or value
+    │   ├── HubError           a name of a hub: no such repository, gated, not reached, no room, no readable weights
     │   ├── CheckpointError    a checkpoint that is missing, damaged, cannot be written or does not fit the model
     │   │   ├── UnreadableError    storage that did not answer: its contents may be intact
     │   │   └── PeerError          another rank failed or its process ended: a consequence, not a cause
@@ -31,6 +32,10 @@ class UserError(ShardwiseError):
 
 class ConfigError(UserError):
     """A configuration key or value that cannot be used."""
+
+
+class HubError(UserError):
+    """A name of a model hub whose files cannot be had, or a repository that cannot be written."""
 
 
 class CheckpointError(UserError):

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint.pretrained import Pretrained, blank_for, load_pretrained
-from shardwise.errors import CheckpointError, MismatchError
+from shardwise.errors import CheckpointError, HubError, MismatchError, PeerError
 from tests.checkpoint.states import Buffered
 from tests.engine.cases import Case
 from tests.engine.rig import on_ranks, unwarned
+from tests.hub.cached import put
 from tests.ranks import RankPools
 
 transformers = pytest.importorskip("transformers")
@@ -378,3 +379,22 @@ def test_ranks_that_read_other_files_are_told(tmp_path: Path) -> None:
     assert not torch.equal(sw.full_state_dict(model, rank0_only=False)["0.bias"], torch.ones(2))
     sw.checkpoint.load_pretrained(tmp_path / "0", model)
     assert torch.equal(sw.full_state_dict(model, rank0_only=False)["0.bias"], torch.ones(2))
+
+
+@on_ranks(1, 2)
+def test_a_name_of_a_hub(tmp_path: Path) -> None:
+    """Each rank has a cache of its own, as on machines of their own."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    folder = tmp_path / f"rank{dist.get_rank()}"
+    (folder / "made").mkdir(parents=True)
+    save_file(dict(model.state_dict()), folder / "made" / "model.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        pinned = put(folder / "made", "org/linear", folder / "cache", patch)
+        for name in ("org/linear", pinned):
+            other = sw.shard(nn.Linear(3, 2))
+            load_pretrained(name, other)
+            with sw.unsharded(other):
+                assert torch.equal(other.weight, model.weight)
+        with pytest.raises((HubError, PeerError), match=r"'org/none': no such file or directory here, and org/none is"):
+            load_pretrained("org/none", other)

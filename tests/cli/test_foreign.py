@@ -37,9 +37,9 @@ def test_a_configuration_that_trains(capsys: pytest.CaptureFixture[str]) -> None
         check(config, 0)
     Path("config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=r"^data\.source is not set"):
-        check(load("out.toml", ["model.path=config.json"]), 0)
+        check(load("out.toml", ["model.path=config.json", "model.weights=random"]), 0)
     Path("text.txt").write_text("words " * 40_000)
-    check(load("out.toml", ["model.path=config.json", "data.source=text.txt"]), 0)
+    check(load("out.toml", ["model.path=config.json", "model.weights=random", "data.source=text.txt"]), 0)
     assert run(["convert", "ds_config.json", "out.toml"]) == 2
     assert capsys.readouterr().err == "error: out.toml exists already: name another file, or remove it\n"
 

@@ -259,7 +259,8 @@ def test_calibration_writes_a_file_that_plans_use(capfd: Printed) -> None:
 
 
 def test_a_directory_trains_on_from_what_is_there(capsys: Printed) -> None:
-    """The written configuration names the directory's weights and tokenizer. The user is told to set data.source."""
+    """The written configuration names the directory, whose weights and tokenizer are used. The user is told to set
+    data.source."""
     Path("mine").mkdir()
     Path("mine/config.json").write_text(json.dumps(TINY))
     for name in ("model.safetensors", "tokenizer.json"):
@@ -270,7 +271,7 @@ def test_a_directory_trains_on_from_what_is_there(capsys: Printed) -> None:
     assert said in capsys.readouterr().err
     assert Path("run.toml").read_text().startswith("# Set data.source to a file")
     config = load("run.toml")
-    assert (config.model.path, config.model.weights, config.data.tokenizer) == ("mine", "mine", "mine")
+    assert (config.model.path, config.model.weights, config.data.tokenizer) == ("mine", "path", None)
     assert run(["train", "run.toml"]) == 2
     assert "data.source is not set: set it to what to train on" in capsys.readouterr().err
 

@@ -34,6 +34,7 @@ from tests.integrations.models import llama
 
 CONFIG = """
 [data]
+tokenizer = "bytes"
 source = "{0}/*.txt"
 seq_len = 32
 eval_fraction = 0.2
@@ -100,7 +101,7 @@ def base_in(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
 
 
 def on_base(base: Path, dtype: str = "bf16") -> str:
-    return f'[model]\npath = "{base}"\nweights = "{base}"\ndtype = "{dtype}"\n'
+    return f'[model]\npath = "{base}"\ndtype = "{dtype}"\n'
 
 
 def tensors_in(file: Path) -> dict[str, Tensor]:

@@ -342,7 +342,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(override: str
     assert not list(Path("runs").glob("*/[!.]*"))  # only the lock may be there
 
 
-FROM_FINAL = ("model.config=none", "model.path=runs/tiny/final", "model.weights=runs/tiny/final", "log.name=tuned")
+FROM_FINAL = ("model.config=none", "model.path=runs/tiny/final", "log.name=tuned")
 
 
 def tune_here(folder: str) -> str:
@@ -414,7 +414,7 @@ def test_a_factory_that_draws_cannot_draw_on_the_device(tmp_path: Path) -> None:
 def test_weights_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "pickles").mkdir()
     (tmp_path / "pickles" / "pytorch_model.bin").touch()
-    with pytest.raises(CheckpointError, match=r"pickles has its weights in pickles .*convert it once"):
+    with pytest.raises(ConfigError, match=r"model.weights='pickles' has its weights only as pickles .*convert it once"):
         run_alone("model.weights=pickles")
     run_alone("train.steps=1", "train.eval_every=0", "log.name=tiny")
     with pytest.raises(CheckpointError, match=r"missing from the checkpoint: model\.layers\.2"):

@@ -24,7 +24,7 @@ from shardwise.checkpoint.format.ties import check_ties
 from shardwise.checkpoint.io.storage import Directory, Location, check_location, directory_of
 from shardwise.checkpoint.names.transformers_names import find_base, is_transformers
 from shardwise.checkpoint.names.wrappers import unwrapped
-from shardwise.checkpoint.ranks.agreement import wait_for_last_save
+from shardwise.checkpoint.ranks.agreement import fetched, wait_for_last_save
 from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
 from shardwise.engine.lookup import engines_of
 from shardwise.errors import CheckpointError
@@ -61,7 +61,9 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
 
     Args:
         path: a directory or its URL, with `model.safetensors` or the files that `model.safetensors.index.json` names;
-            written by `save_pretrained`, by `sw.checkpoint.save` or by any other program.
+            written by `save_pretrained`, by `sw.checkpoint.save` or by any other program. Or a name on a hub,
+            "org/name" or "org/name@revision": one rank of each machine downloads it into the cache, and the others
+            wait, however long that takes.
         model: a sharded model, built on the meta device or not. Its parameters and buffers are overwritten, each cast
             to the dtype that the model keeps it in.
         strict: False loads what fits and reports the rest in the result, instead of raising.
@@ -77,7 +79,8 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
         CheckpointError: there is no such directory, it is damaged, it holds only pickles or quantized weights, tied
             weights differ, or names, shapes or kinds of numbers do not fit: all are named, before anything is
             overwritten. UsageError: an entry of the model's state_dict cannot be read into. MismatchError: ranks read
-            files whose headers differ. Every rank raises, whichever failed.
+            files whose headers differ. HubError: a name of a hub has no such files, or they cannot be fetched. Every
+            rank raises, whichever failed.
 
     Each rank reads the bytes of its own elements and no others: straight into place if dtypes agree, otherwise 32 MiB
     at a time.
@@ -89,6 +92,7 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
     give_buffers(model, engines[0].mesh.device)
     wait_for_last_save(peers)
     where = os.fspath(path)
+    path = fetched(path, peers, _DISAGREE)
     with peers.together(f"{where} cannot be loaded"):
         weights = _Weights.at(path)
         matched = match(model, weights.files.tensors, find_base)

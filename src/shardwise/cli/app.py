@@ -109,7 +109,8 @@ def inspect(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="CONFIG.toml|CHECKPOINT", help="A configuration, a checkpoint, or the directory of a run."
+            metavar="CONFIG.toml|CHECKPOINT",
+            help="A configuration, a checkpoint, the directory of a run, or a hub's org/name[@revision].",
         ),
     ],
     overrides: OverridesArgument = None,
@@ -175,7 +176,10 @@ def convert(  # noqa: PLR0913, PLR0917 - one for each option
         typer.Option("--files-from", help="A directory whose config.json and tokenizer are copied to TARGET."),
     ] = None,
     base: Annotated[
-        Path | None, typer.Option("--base", help="For a LoRA adapter: the directory of the base to merge it into.")
+        str | None,
+        typer.Option(
+            "--base", help="For a LoRA adapter: the base to merge it into, a directory or a hub's org/name[@revision]."
+        ),
     ] = None,
     max_file_bytes: Annotated[
         int | None,
@@ -208,6 +212,22 @@ def convert(  # noqa: PLR0913, PLR0917 - one for each option
         source, target, to, flat=flat, model_only=model_only, files_from=files_from, base=base, **sizes
     )
     print(report(target, converted))
+    return Exit.DONE
+
+
+@app.command()
+def push(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="The directory of a finished run, a checkpoint, or a model.")
+    ],
+    name: Annotated[str, typer.Argument(metavar="ORG/NAME", help="The repository; it is created if necessary.")],
+    public: Annotated[bool, typer.Option("--public", help="Create a public repository. [private]")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Also show tracebacks of mistakes.")] = False,
+) -> int:
+    """Upload a model to a hub, with a model card: base, data, settings, losses, how to load it."""
+    from shardwise.train.output.push import push
+
+    print(f"uploaded: {push(checkpoint, name, private=not public)}")
     return Exit.DONE
 
 

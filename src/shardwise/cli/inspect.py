@@ -9,7 +9,7 @@ from shardwise.train.build.job import hardware_here
 from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.build.optimizer import align_of
 from shardwise.train.build.sharding import shard_model
-from shardwise.train.config.schema import Config
+from shardwise.train.config.schema import RANDOM, Config
 from shardwise.train.data.tokenizer import load_tokenizer
 from shardwise.train.output.checkpoints import Checkpoints
 from shardwise.train.process.ranks import Ranks, device_here
@@ -50,7 +50,7 @@ def _settled(config: Config, text: TextShape, ranks: Ranks) -> tuple[Config, str
 
 
 def _described(config: Config, text: TextShape, ranks: Ranks) -> str:
-    blank = config.model.model_copy(update={"weights": None, "init": "meta"})
+    blank = config.model.model_copy(update={"weights": RANDOM, "init": "meta"})
     dist.init_process_group("fake", rank=ranks.rank, world_size=ranks.world_size)
     try:
         with torch.device("meta"):  # a factory builds its module here too

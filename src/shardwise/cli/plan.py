@@ -17,6 +17,7 @@ from shardwise.cli.plan_options import CALIBRATED, Options, numbers_of, strategi
 from shardwise.cli.process.exit import Exit
 from shardwise.cli.searching import Searching
 from shardwise.errors import PlanError, UserError
+from shardwise.hub import pinned
 from shardwise.policy.adapters import Adapters
 from shardwise.suggest import nearest_path
 
@@ -41,6 +42,8 @@ def plan(**given: Any) -> int:
     _check_counts(options)
     if options.calibrate:
         return _calibrate(options)
+    if options.model is not None:
+        options = replace(options, model=pinned(options.model, f"MODEL {options.model!r}"))
     if options.backend != "torch":
         from shardwise.cli.on_jax import plan as plan_on_jax
 
@@ -208,7 +211,7 @@ def _training_config(answer: "Plan", path: Path | None) -> tuple[str, PlanError 
         return "", None
     try:
         text = dump_toml(training_config(answer.source, answer.best.job, path.stem if path else "planned"))
-        hint = "# Set data.source to a file, folder or glob of texts, tables or instructions.\n"
+        hint = "# Set data.source to a file, folder, glob or hub's data set of texts, tables or instructions.\n"
         return (hint + text if _still_to_set(text) else text), None
     except PlanError as error:
         return "", error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections import deque
@@ -18,6 +19,7 @@ import shardwise as sw
 from shardwise import accelerators
 from shardwise.checkpoint.pretrained import blank_for
 from shardwise.errors import ConfigError, UserError
+from shardwise.hub import local, shown
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.model_tools.memory import replicated
 from shardwise.modules.deferred_init.materialize import init_on_device, left_blank
@@ -32,12 +34,14 @@ from shardwise.train.build.sharding import compile_blocks, needs_loss_scaling, s
 from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import Config
 from shardwise.train.data.batches import Batches, MicroBatch, Share, evaluation_batches, load_datasets
-from shardwise.train.data.tokenizer import files_of
+from shardwise.train.data.model_files import fetch, settled
+from shardwise.train.data.tokenizer import files_of, sources_in_words
 from shardwise.train.loss import DeviceBatch, LossFunction, StepWeights, evaluate
 from shardwise.train.output.checkpoints import Checkpoints
 from shardwise.train.output.console import Footprint, RunConsole, compared_with_ddp
 from shardwise.train.output.export import Form, export
 from shardwise.train.output.out_of_memory import explained
+from shardwise.train.output.push import push_final
 from shardwise.train.output.sample import sample_text
 from shardwise.train.process.interruption import Interrupted, Interruption
 from shardwise.train.process.ranks import Ranks, started
@@ -69,8 +73,10 @@ def run(config: Config) -> None:
     with started() as ranks:
         config = config.for_ranks(ranks.world_size)
         directory = RunDirectory(config.run_directory)
+        done = ranks.on_first(lambda: why_finished(directory, config))
+        if not done:
+            config = _with_files(config, ranks)  # before the live display, which progress bars would disturb
         with RunConsole(config.train.steps, config.log.every, quiet=not ranks.is_first) as console:
-            done = ranks.on_first(lambda: why_finished(directory, config))
             if done:
                 console.say(done)
                 return
@@ -79,6 +85,27 @@ def run(config: Config) -> None:
                     if ranks.is_first:
                         claim.enter_context(claimed(directory.path, console.say))
                 Trainer(config, ranks, console).run(directory)
+            ranks.work(lambda: push_final(config, console.say) if ranks.is_first else None)
+
+
+def _with_files(config: Config, ranks: Ranks) -> Config:
+    """Return the settled configuration, after fetching what it names on a hub: rank 0 pins the names, and the first
+    rank of each machine downloads, while the others wait without a timeout. Every rank must call this."""
+    saved = Checkpoints(RunDirectory(config.run_directory).checkpoints, config.checkpoint, ranks)
+    needs_weights = config.lora.r > 0 or not ranks.on_first(lambda: saved.has_any)
+    ranks.work(lambda: settled(config) if ranks.is_first else None)
+    named = ranks.on_first(lambda: settled(config))  # from the cache
+
+    def task() -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            fetch(named, needs_weights, say=print if ranks.is_first else _say_nothing)
+
+    ranks.work(task)
+    return named
+
+
+def _say_nothing(line: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +165,7 @@ class Trainer:
 
         self.resumes = ranks.on_first(lambda: saved.has_any)
         """Whether the model's values will be loaded from a checkpoint."""
+        console.say(sources_in_words(self.config, self.data.tokenizer, self.resumes))
         console.doing("building the model")
         torch.manual_seed(train.seed)  # the same on every rank: all build the same weights
         model = build_model(config.model, self.text, config.lora)
@@ -165,10 +193,10 @@ class Trainer:
         return optimizer
 
     def _shard(self, model: nn.Module) -> nn.Module:
-        """Shard the model and load `model.weights`, of which each rank reads only its own bytes. Parameters that the
+        """Shard the model and load its weights, of which each rank reads only its own bytes. Parameters that the
         weights or a checkpoint will overwrite are not initialised. Every rank must call this."""
         self._check_saves()
-        weights = self.config.model.weights
+        weights = None if self.config.model.pretrained is None else local(self.config.model.pretrained)
         saved_whole = self.resumes and not self.config.lora.r  # with LoRA, a checkpoint holds only the adapter
         with ExitStack() as stack:
             stack.enter_context(told_to(self.console.say))
@@ -185,9 +213,10 @@ class Trainer:
         if saved_whole or weights is None:
             return sharded
         report = sw.checkpoint.load_pretrained(weights, sharded)
+        name = shown(self.config.model.pretrained or "")
         self.console.say(
-            f"{weights}: each rank read its own {report.read_bytes / 2**20:,.1f} MiB of weights, and held at "
-            f"most {report.peak_staged_bytes / 2**20:,.1f} MiB besides its shards"
+            f"{name}: each rank read its own {report.read_bytes / 2**20:,.1f} MiB of weights, and held at most "
+            f"{report.peak_staged_bytes / 2**20:,.1f} MiB besides its shards"
         )
         return sharded
 
@@ -440,13 +469,9 @@ class Trainer:
         train, held_out = self.data.train, self.data.held_out
         seq_len = self.config.data.seq_len
         self.console.say(
-            f"{self.config.data.source}: {len(train):,} rows of {seq_len} tokens to train on, "
+            f"{shown(self.config.data.source)}: {len(train):,} rows of {seq_len} tokens to train on, "
             f"{len(held_out):,} held out"
         )
-        if self.data.in_plain_template:
-            self.console.say(
-                'the tokenizer has no chat template: a message is written as "### role" on one line and its text below'
-            )
         share = train.target_tokens / (len(train) * (seq_len - 1))
         if share < _FEW_TARGETS:
             self.console.say(
@@ -461,7 +486,7 @@ class Trainer:
         others have too; otherwise it is merged into the base."""
         if not self.config.lora.r:
             return Form.WHOLE
-        return Form.MERGED if self.config.model.weights is None else Form.ADAPTER
+        return Form.MERGED if self.config.model.pretrained is None else Form.ADAPTER
 
     def _footprint(self) -> Footprint:
         """Return this run's bytes per rank beside DDP's. Every rank must call this."""

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import PlanError
+from shardwise.errors import HubError, PlanError
 from shardwise.plan.dry_run.recording import Kernel
 from shardwise.plan.models.source import resolve, shapes
 from shardwise.train.config.files import _toml_value
+from tests.hub.cached import put
 
 TINY = {
     "model_type": "llama",
@@ -251,3 +252,24 @@ def test_a_rotary_model_is_warned_of_sequences_that_it_was_not_made_for() -> Non
     assert llama.beyond(8192) is None
     assert str(llama.beyond(16384)).startswith("seq_len=16384 is more than the model's max_position_embeddings=8192: ")
     assert resolve("vit-l-16").beyond(16384) is None
+
+
+def test_a_name_of_a_hub_is_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without weights in the cache: a plan needs none."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "config.json").write_text(json.dumps(TINY))
+    pinned = put(tmp_path / "made", "org/tiny", tmp_path / "cache", monkeypatch)
+    for name in ("org/tiny", pinned):
+        source = resolve(name)
+        assert (source.title, source.path, source.config) == (name, name, TINY)
+    with pytest.raises(HubError, match=r"^MODEL 'org/other': no such file or directory here, and org/other is not"):
+        resolve("org/other")
+    (tmp_path / "org" / "tiny").mkdir(parents=True)  # a path wins
+    with pytest.raises(PlanError, match=r"MODEL 'org/tiny' is a directory without a config\.json"):
+        resolve("org/tiny")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "README.md").touch()
+    put(tmp_path / "bare", "org/bare", tmp_path / "cache", monkeypatch)
+    with pytest.raises(HubError, match=r"^MODEL 'org/bare': org/bare has no config\.json"):
+        resolve("org/bare")

@@ -139,5 +139,3 @@ def test_missing_files_are_named_with_their_neighbours(tmp_path: Path) -> None:
         build_model(ModelConfig(path=str(tmp_path / "my-modle")), TEXT)
     with pytest.raises(ConfigError, match=r"no such file: .*my-model/config\.json"):
         build_model(ModelConfig(path=str(tmp_path / "my-model")), TEXT)
-    with pytest.raises(ConfigError, match=r"model\.weights=.*no such directory"):
-        build_model(ModelConfig(config=TINY, weights=str(tmp_path / "nothing")), TEXT)

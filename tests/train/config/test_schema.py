@@ -35,8 +35,8 @@ def test_a_minimal_file_gets_the_promised_defaults(path: Path) -> None:
     config = load(path)
     assert config.log.name == "tiny"
     assert config.run_directory == Path("runs/tiny")
-    assert (config.model.dtype, config.model.init, config.model.weights) == ("fp32", "meta", None)
-    assert (config.data.tokenizer, config.data.seq_len, config.data.eval_fraction) == ("bytes", 512, 0.02)
+    assert (config.model.dtype, config.model.init, config.model.weights) == ("fp32", "meta", "path")
+    assert (config.data.tokenizer, config.data.seq_len, config.data.eval_fraction) == (None, 512, 0.02)
     assert (config.train.micro_batch, config.train.global_batch, config.train.clip) == (1, None, 1.0)
     assert (config.train.schedule, config.train.activation_checkpointing) == ("cosine", "none")
     assert (config.parallel.ranks, config.parallel.strategy, config.parallel.slots) == ("auto", "full_shard", 3)
@@ -98,7 +98,7 @@ def test_the_last_override_wins(path: Path) -> None:
         ("trian.lr=1", "unknown section [trian]; did you mean [train]?"),
         (
             "xyz.q=1",
-            "unknown section [xyz]; the sections are model, lora, data, train, parallel, checkpoint, offload, log",
+            "unknown section [xyz]; the sections are model, lora, data, train, parallel, checkpoint, offload, hub, log",
         ),
         ("log.xyz=1", "unknown key log.xyz; [log] has directory, name, every, tensorboard, wandb"),
         ("lr=1", "override 'lr=1': unknown section [lr]; did you mean train.lr?"),

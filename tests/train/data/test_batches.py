@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import numpy as np
@@ -99,15 +98,6 @@ def test_a_source_becomes_rows(tmp_path: Path) -> None:
     assert len(data.held_out) >= 1
     assert (data.train.ids[:, -1] == 256).all()
     assert data.train.is_target.sum() == 20 * len(data.train)
-
-
-def test_conversations_in_the_built_in_template_are_known(tmp_path: Path) -> None:
-    """The run prints that it uses the built-in template, because prompts for the model must use the same one."""
-    talk = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
-    for name, row in (("talk.jsonl", {"messages": talk}), ("text.jsonl", {"text": "one and one are two, " * 9})):
-        (tmp_path / name).write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
-        datasets = load_datasets(DataConfig(source=str(tmp_path / name), seq_len=48))
-        assert datasets.in_plain_template == (name == "talk.jsonl")
 
 
 def test_a_source_with_nothing_to_learn(tmp_path: Path) -> None:

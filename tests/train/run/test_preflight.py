@@ -89,9 +89,9 @@ def test_hardware_that_plans_are_to_take_is_looked_for_whatever_the_strategy(roo
         check(load(room / "tiny.toml", ["parallel.hardware=h101"]), 0)
 
 
-def test_names_of_a_hub_are_told_that_nothing_is_downloaded(room: Path) -> None:
+def test_names_of_a_hub_have_two_parts(room: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"data\.tokenizer='gpt2': no such file or directory; name a directory of this"
+        ConfigError, match=r"data\.tokenizer='gpt2': no such file or directory; a model on a hub is named org/name"
     ):
         check(load(room / "tiny.toml", ["data.tokenizer=gpt2"]), 0)
 

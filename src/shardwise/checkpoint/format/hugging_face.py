@@ -11,9 +11,8 @@ from shardwise.checkpoint.format.safetensors_layout import TensorFile
 from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.io.storage import Directory
 from shardwise.errors import CheckpointError
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+from shardwise.hub import INDEX as INDEX
+from shardwise.hub import SINGLE as SINGLE
 
 
 def weights_of(directory: Directory) -> TensorFiles:

@@ -71,7 +71,8 @@ def convert(  # noqa: PLR0913 - options of a command
         model_only: leave the optimizer out.
         files_from: a directory whose configuration and tokenizer files are copied to the target, for sources without
             them.
-        base: for an adapter: the Hugging Face directory of its base; None = the one that its configuration names.
+        base: for an adapter: the Hugging Face directory of its base, or its name on a hub, which is then downloaded to
+            the cache; None = the one that its configuration names.
         max_file_bytes: for "shardwise" and "hf": most bytes of tensors in one file.
 
     Tensors keep the names that the source has for them. Optimizer state is matched by fqn; state that is known by
@@ -79,7 +80,8 @@ def convert(  # noqa: PLR0913 - options of a command
 
     Raises:
         CheckpointError: the source is not a checkpoint, is damaged, or holds what does not belong there; the target
-            exists or cannot be written; `files_from` is not a directory. UnreadableError: the source cannot be read.
+            exists or cannot be written; `files_from` is not a directory. HubError: the base is a name of a hub that
+            cannot be fetched. UnreadableError: the source cannot be read.
             UsageError: the target is a URL.
     """
     save_thread.wait()
@@ -95,7 +97,7 @@ def convert(  # noqa: PLR0913 - options of a command
             kind = Kind.ADAPTER  # a checkpoint of an adapter
         goal = target_kind(kind, end, to)
         if kind is Kind.ADAPTER:
-            carried = read_merged(Path(source), None if base is None else Path(base))
+            carried = read_merged(Path(source), None if base is None else os.fspath(base))
         else:
             _refuse_base(source, base)
             carried = read(source, kind, model_only)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from shardwise import hub
 from shardwise.checkpoint.format import manifest, training_json
 from shardwise.checkpoint.format.contents import Contents
-from shardwise.checkpoint.format.safetensors_layout import StoredTensor
+from shardwise.checkpoint.format.safetensors_layout import ITEM_BYTES, StoredTensor
+from shardwise.checkpoint.format.tensor_files import ADAPTER_CONFIG
 from shardwise.checkpoint.interchange import dcp_metadata
 from shardwise.checkpoint.interchange.carried import Carried
 from shardwise.checkpoint.interchange.convert import read
-from shardwise.checkpoint.interchange.kinds import Kind, kind_of
+from shardwise.checkpoint.interchange.kinds import ADAPTER_WEIGHTS, Kind, kind_of
 from shardwise.checkpoint.io.storage import Location, directory_of, is_url
 from shardwise.checkpoint.publish import commit
 from shardwise.checkpoint.ranks import save_thread
@@ -110,12 +112,14 @@ def inspect(
     """Inspect a checkpoint of any kind, a partial one, or a run's checkpoints. No communication.
 
     Args:
-        location: a path, or the URL of a checkpoint.
+        location: a path, the URL of a checkpoint, or a name on a hub ("org/name", "org/name@revision"), of which only
+            the list of files and the headers of the weights are fetched.
         quick: compare sizes and read headers, but compute no checksums.
         progress: called with the number of bytes whose checksum was computed so far, and the number of all bytes.
 
     Raises CheckpointError, saying what is there instead, if there is nothing of the kind; UnreadableError if storage
-    does not answer. Damage does not raise: it is in the result.
+    does not answer; HubError if a hub does not have it or cannot be reached. Damage does not raise: it is in the
+    result.
     """
     save_thread.wait()
     with manifest.reading(location):
@@ -123,6 +127,9 @@ def inspect(
 
 
 def _inspect(location: Location, quick: bool, progress: Progress | None) -> Inspection | Partial | InspectedRun:
+    name = hub.hub_name(location)
+    if name is not None:
+        return _of_hub(name, repr(location))
     path = Path(location)
     if not is_url(location) and path.is_dir():
         if path.suffix == commit.PARTIAL:
@@ -145,6 +152,27 @@ def _inspect(location: Location, quick: bool, progress: Progress | None) -> Insp
         more = [str(error) for error in manifest.damage(location, quick, progress)]
         damage = more or damage  # they say more than the error of `read`
     return Inspection(str(location), kind, _sizes(location), tuple(damage), checked, **found)
+
+
+def _of_hub(name: hub.HubName, where: str) -> Inspection:
+    """Inspect a model on a hub by its list of files and the headers of its weights."""
+    listed = hub.listing(name, where)
+    adapter = {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= listed.files.keys()
+    paths = [ADAPTER_WEIGHTS] if adapter else hub.weight_files(listed, where)
+    folder = hub.cached(listed, paths)
+    if folder is not None:
+        found = _inspect(str(folder), True, None)
+        assert isinstance(found, Inspection)
+        return replace(found, location=str(listed.name), files=dict(listed.files))
+    tensors = []
+    for path, header in hub.headers(listed, paths, where).items():
+        for key, tensor in header.tensors.items():
+            if tensor.dtype not in ITEM_BYTES:
+                raise CheckpointError(f"{where}: {path} has {key!r} in the unknown dtype {tensor.dtype}")
+            tensors.append(StoredTensor(key, tensor.dtype, tuple(tensor.shape)))
+    checked = "headers read; no weights downloaded"
+    kind = Kind.ADAPTER if adapter else Kind.HUGGING_FACE
+    return Inspection(str(listed.name), kind, dict(listed.files), (), checked, groups(tensors))
 
 
 def _found(location: Location, kind: Kind) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from shardwise.checkpoint.interchange.safetensors_files import (
     read_hugging_face,
 )
 from shardwise.checkpoint.io.storage import LocalDirectory
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, HubError
+from shardwise.hub import fetch, hub_name
 from shardwise.modules.adapters import FILE_PREFIX, low_rank
 from shardwise.suggest import nearest_path
 
@@ -43,14 +44,15 @@ def read_adapter(adapter: Path) -> Carried:
     return Carried(_tensors(directory), SafetensorsTensors(directory, {}), files=configuration_of(adapter))
 
 
-def read_merged(adapter: Path, base: Path | None) -> Carried:
+def read_merged(adapter: Path, base: str | None) -> Carried:
     """Return the base's model with a LoRA adapter added, under the base's names; tensors stay in their files.
 
     Args:
         adapter: PEFT's directory, or a checkpoint of an adapter.
-        base: a Hugging Face directory; None = the one that the adapter's configuration names.
+        base: a Hugging Face directory or a name of a hub; None = the one that the adapter's configuration names.
 
-    Raises CheckpointError if there is no base, the adapter is not plain LoRA, or it does not belong to this base.
+    Raises HubError if the base cannot be fetched from a hub, CheckpointError if there is no base, the adapter is not
+    plain LoRA, or it does not belong to this base.
     """
     config = _config(adapter)
     for key, plain in _PLAIN.items():
@@ -106,12 +108,20 @@ def _config(adapter: Path) -> dict[str, Any]:
         raise CheckpointError(f"{adapter / CONFIG} is damaged: {error}") from None
 
 
-def _base(adapter: Path, given: Path | None, config: Mapping[str, Any]) -> Path:
-    name = given if given is not None else config.get("base_model_name_or_path")
+def _base(adapter: Path, given: str | None, config: Mapping[str, Any]) -> Path:
+    name = given if given is not None else str(config.get("base_model_name_or_path") or "")
     if name and Path(name).is_dir():
         return Path(name)
     if given is not None:
-        raise CheckpointError(f"--base {given} is not a directory{nearest_path(given)}")
+        if hub_name(given) is None:
+            raise CheckpointError(f"--base {given} is not a directory{nearest_path(Path(given))}")
+        return fetch(given, f"--base {given}", weights=True)
+    if hub_name(name) is not None:
+        revision = config.get("revision")
+        try:
+            return fetch(f"{name}@{revision}" if revision else name, f"{adapter}: its base {name!r}", weights=True)
+        except HubError as error:
+            raise HubError(f"{error}; or give the base's directory with --base") from None
     named = f"names the base {name!r}, which does not exist here" if name else "names no base"
     raise CheckpointError(
         f"{adapter} is an adapter, and its {CONFIG} {named}: give the directory of its base with --base"

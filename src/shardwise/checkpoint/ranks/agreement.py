@@ -12,9 +12,11 @@ from contextlib import contextmanager
 
 import xxhash
 
+from shardwise.checkpoint.io.storage import Location
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.errors import CheckpointError, MismatchError
-from shardwise.together import fail_together
+from shardwise.hub import fetch_together, hub_name, may_be_name
+from shardwise.together import fail_together, work_together
 
 _TEXT_BYTES = 3584
 """Most bytes of an error's text that other ranks quote; each is sent as one int64 of a collective."""
@@ -59,6 +61,22 @@ class Agreement(ABC):
         text = (failure or "") if failed == self.rank else ""
         return f"rank {failed} failed: {self._broadcast_text(text)}"
 
+    def on_first(self, task: Callable[[], str]) -> str:
+        """Return on every rank the short text that a task returns on rank 0. If it raises, all raise as in
+        `together`."""
+        said = ""
+        with self.together("rank 0 failed"):
+            if self.is_first:
+                said = task()
+        return self._broadcast_text(said)
+
+    def work(self, task: Callable[[], object]) -> None:
+        """Run a task that may take longer on some ranks than others would wait: see `work_together`."""
+        if self.world_size == 1:
+            task()  # in this thread, so that an interrupt reaches it
+        else:
+            work_together(task, self._tell, lambda own: bool(self._highest([own])[0]))
+
     def broadcast_from_rank0(self, number: int) -> int:
         """Return rank 0's number (not negative) on every rank."""
         return self._highest([number if self.is_first else 0])[0]
@@ -87,3 +105,17 @@ def wait_for_last_save(peers: Agreement) -> None:
             save_thread.wait()
     finally:
         save_thread.clean_up()
+
+
+def fetched(path: Location, peers: Agreement, disagree: str) -> Location:
+    """Return a path as it is, and a name of a hub as the directory in the cache, to which one process of each machine
+    downloads it. Collective.
+
+    Raises HubError in every process; MismatchError, with the message `disagree`, if processes disagree about what to
+    load, because for some of them it is a path.
+    """
+    if not may_be_name(path):
+        return path
+    name = str(path)
+    peers.agree(f"{hub_name(name)}", disagree)
+    return path if hub_name(name) is None else fetch_together(name, repr(name), peers, weights=True)

@@ -16,7 +16,7 @@ from shardwise.checkpoint.format.hugging_face import weights_of
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.io.storage import Directory, Location, check_location, directory_of
-from shardwise.checkpoint.ranks.agreement import wait_for_last_save
+from shardwise.checkpoint.ranks.agreement import fetched, wait_for_last_save
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.jax.checkpoint import adam, tree_json
 from shardwise.jax.checkpoint.from_orbax import is_of_orbax
@@ -94,7 +94,8 @@ def load_pretrained(path: Location, like: T, names: NameMap | None = None) -> T:
     """Read a model's weights into a tree. Every process must call this.
 
     Args:
-        path: a Hugging Face directory of safetensors files, or a checkpoint of the torch engine or of JAX.
+        path: a Hugging Face directory of safetensors files, a name on a hub ("org/name", "org/name@revision"), or a
+            checkpoint of the torch engine or of JAX.
         like: parameters, or `jax.eval_shape` of them with shardings; see `load`. A module with numbers keeps its random
             streams if the files have none; its running means are also read from the checkpoint of a training state.
         names: the names of the leaves in the files; None = the module's own `file_names`, or else the leaves' paths.
@@ -106,6 +107,7 @@ def load_pretrained(path: Location, like: T, names: NameMap | None = None) -> T:
     peers = Processes()
     wait_for_last_save(peers)
     names = names or names_of(like)
+    path = fetched(path, peers, _DISAGREE)
     with peers.together(f"{os.fspath(path)} cannot be loaded"):
         opened, files = _opened(path)
         names = names.as_in(files.tensors)

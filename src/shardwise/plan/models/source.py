@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError, one_line
+from shardwise.hub import fetch_config, hub_name
 from shardwise.plan.models.description import ConfigDescription, kept_attention, kept_description
 from shardwise.plan.models.transformers_models import (
     beyond_words,
@@ -58,7 +59,7 @@ class ModelSource:
     build: Builder | None = None
     """Anything that returns an `nn.Module`."""
     path: str | None = None
-    """A Hugging Face directory or `config.json` that `config` was read from."""
+    """A Hugging Face directory, `config.json` or name of a hub that `config` was read from."""
     factory: str | None = None
     """`module:function` if `build` calls that."""
 
@@ -143,12 +144,14 @@ def resolve(model: ModelLike) -> ModelSource:
     """Find the model that a user named; nothing is built yet.
 
     Args:
-        model: a packaged shape's name ("llama-3-8b"); the path of a Hugging Face directory or `config.json`;
-            "module:function", imported here, also from the working directory; a transformers configuration as a dict
-            with its "model_type"; or a callable without arguments that returns an `nn.Module`.
+        model: a packaged shape's name ("llama-3-8b"); the path of a Hugging Face directory or `config.json`; a name
+            on a hub ("org/name", "org/name@revision"), whose configuration is fetched; "module:function", imported
+            here, also from the working directory; a transformers configuration as a dict with its "model_type"; or a
+            callable without arguments that returns an `nn.Module`.
 
     Raises:
         PlanError: it is none of these; the message names the nearest shape or file.
+        HubError: a name of a hub has no configuration, or it cannot be fetched.
     """
     if _is_built(model):
         kind = type(model).__name__
@@ -166,15 +169,18 @@ def resolve(model: ModelLike) -> ModelSource:
         return ModelSource(title=shape.title, config=shape.config)
     path = Path(name)
     if os.path.exists(path):  # noqa: PTH110 - a name that is too long for a path is none
-        return _from_path(path)
+        return _from_path(path, name)
+    on_hub = hub_name(name)
+    if on_hub is not None:
+        return _from_path(fetch_config(on_hub, f"MODEL {name!r}"), name)
     if ":" in name and "/" not in name:
         from shardwise.plan.models.factory import load_factory
 
         return ModelSource(title=name, build=load_factory(name, f"MODEL {name!r}", PlanError), factory=name)
     hint = did_you_mean(name.lower(), shapes()) or nearest_path(path)
     way = (
-        "; give a packaged shape (shardwise plan without a MODEL lists them), a config.json, a Hugging Face directory "
-        "or module:function"
+        "; give a packaged shape (shardwise plan without a MODEL lists them), a config.json, a Hugging Face directory, "
+        "a hub's org/name or module:function"
     )
     raise PlanError(f"MODEL {name!r} was not found{hint or way}")
 
@@ -187,27 +193,28 @@ def _from_config(config: dict[str, Any]) -> ModelSource:
     return ModelSource(title=f"a {model_type} configuration", config=config)
 
 
-def _from_path(path: Path) -> ModelSource:
+def _from_path(path: Path, name: str) -> ModelSource:
+    """Return the model of a directory or `config.json`, which the user has named as `name`."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise PlanError(f"MODEL {str(path)!r} is a directory without a config.json{nearest_path(file)}") from None
+        raise PlanError(f"MODEL {name!r} is a directory without a config.json{nearest_path(file)}") from None
     except OSError as error:
-        raise PlanError(f"MODEL {str(path)!r}: {file} cannot be read: {error.strerror}") from None
+        raise PlanError(f"MODEL {name!r}: {file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         hint = (
             "; to plan with the settings of a run, use --from, and give its model as MODEL"
             if file.suffix == ".toml"
             else ""
         )
-        raise PlanError(f"MODEL {str(path)!r}: {file} is not JSON: {one_line(error)}{hint}") from None
+        raise PlanError(f"MODEL {name!r}: {file} is not JSON: {one_line(error)}{hint}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise PlanError(
-            f'MODEL {str(path)!r}: {file} has no "model_type", which transformers needs to know the kind of model'
+            f'MODEL {name!r}: {file} has no "model_type", which transformers needs to know the kind of model'
         )
     _check_known(config, str(file))
-    return ModelSource(title=str(path), config=config, path=str(path))
+    return ModelSource(title=name, config=config, path=name)
 
 
 def _is_built(model: object) -> bool:

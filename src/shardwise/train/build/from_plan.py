@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,7 +10,8 @@ from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.models.source import ModelSource
 from shardwise.policy.precision import short_dtype_name
-from shardwise.train.config.schema import UNSET, Config
+from shardwise.train.config.schema import RANDOM, UNSET, Config, ModelConfig
+from shardwise.train.data.model_files import has_weights
 
 STEPS = 1000
 """`train.steps` in a written configuration: a plan does not know the length of training."""
@@ -22,9 +22,9 @@ OFFLOAD_PATH = "offload"
 def training_config(source: ModelSource, job: Job, name: str) -> Config:
     """Return the configuration that trains a planned job.
 
-    If the model was given as a Hugging Face directory, training starts from the weights and uses the tokenizer found
-    there, and the user must name the data (`data.source` is "unset"). Any other model starts from random weights, on
-    the default data.
+    If the model was given as a Hugging Face directory or a name of a hub, training starts from its weights, if it has
+    any, and uses its tokenizer, and the user must name the data (`data.source` is "unset"). Any other model starts from
+    random weights, on the default data.
 
     Args:
         source: the model, which must have a name.
@@ -80,23 +80,15 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
         raise PlanError(f"no training configuration can hold this plan: {place}: {detail['msg']}") from None
 
 
-def _directory(source: ModelSource) -> Path | None:
-    """Return the Hugging Face directory that the model was given as; None if it was given otherwise."""
-    path = None if source.path is None else Path(source.path)
-    return path if path is not None and path.is_dir() else None
-
-
 def _weights(source: ModelSource) -> dict[str, Any]:
-    directory = _directory(source)
-    return {"weights": source.path} if directory is not None and any(directory.glob("*.safetensors")) else {}
+    """Return the key that says that a model which has no weights starts from random ones."""
+    directory = None if source.path is None else ModelConfig(path=source.path).directory
+    return {} if directory is None or has_weights(directory) else {"weights": RANDOM}
 
 
 def _data(source: ModelSource) -> dict[str, Any]:
-    directory = _directory(source)
-    if directory is None:
-        return {}
-    has_tokenizer = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    return {"source": UNSET, **({"tokenizer": source.path} if has_tokenizer else {})}
+    is_file = source.path is None or source.path.endswith(".json")
+    return {} if is_file else {"source": UNSET}
 
 
 def check_model(source: ModelSource) -> None:

@@ -14,7 +14,7 @@ from shardwise.plan.hardware.devices import Hardware, find_device, with_usable_b
 from shardwise.plan.models.source import ModelSource
 from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.build.sharding import precision_of
-from shardwise.train.config.schema import Config
+from shardwise.train.config.schema import RANDOM, Config
 from shardwise.train.process.ranks import Ranks
 
 
@@ -57,7 +57,7 @@ def job_of(config: Config, ranks: Ranks, hardware: Hardware) -> Job:
 
 def source_of(config: Config, text: TextShape) -> ModelSource:
     """Return the run's model for the planner: built on the meta device, without pretrained weights."""
-    blank = config.model.model_copy(update={"weights": None, "init": "meta"})
+    blank = config.model.model_copy(update={"weights": RANDOM, "init": "meta"})
     return ModelSource(title=config.log.name, build=lambda: build_model(blank, text, config.lora))
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.checkpoint.interchange.safetensors_files import read_hugging_face
 from shardwise.errors import ConfigError, one_line
+from shardwise.hub import hub_name, local
 from shardwise.suggest import did_you_mean
 from shardwise.train.config.schema import Config, LoraConfig, ModelConfig
 
@@ -25,7 +26,7 @@ def add_adapter(model: nn.Module, lora: LoraConfig, config: ModelConfig) -> nn.M
 
     Args:
         lora: the section `[lora]`, with r > 0.
-        config: the section that the model was built from; the adapter is recorded as made for its `weights`.
+        config: the section that the model was built from; the adapter is recorded as made for its weights.
 
     Raises:
         ConfigError: the model lacks a target, or PEFT has no adapter for it.
@@ -39,7 +40,7 @@ def add_adapter(model: nn.Module, lora: LoraConfig, config: ModelConfig) -> nn.M
         lora_dropout=lora.dropout,
         target_modules=lora.targets if lora.targets is not None else "all-linear",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=str(Path(config.weights).resolve()) if config.weights is not None else None,
+        **_name_of_base(config),
     )
     _check_targets(model, lora)
     model.requires_grad_(False)
@@ -61,9 +62,9 @@ def base_digest(config: Config) -> str:
     of initialisation. Reads files; not collective."""
     if not config.lora.r:
         return ""
-    if config.model.weights is None:
+    if config.model.pretrained is None:
         return f"random numbers of train.seed={config.train.seed} and model.init={config.model.init!r}"
-    tensors = read_hugging_face(Path(config.model.weights)).model
+    tensors = read_hugging_face(local(config.model.pretrained)).model
     digest = xxhash.xxh3_64()
     for name, tensor in sorted(tensors.stored.items()):
         middle = tensor.numel // 2
@@ -84,8 +85,18 @@ def check_base(saved: str | None, own: str, path: Path | str) -> None:
     if saved and own and saved != own:
         raise ConfigError(
             f"{path} is an adapter that was trained for the base {saved}, but this run's base is {own}: set "
-            "model.weights, model.init and train.seed back, or set log.name to train anew"
+            "the model's weights, model.init and train.seed back, or set log.name to train anew"
         )
+
+
+def _name_of_base(config: ModelConfig) -> dict[str, str | None]:
+    """Return the keys of PEFT's configuration that name the base; empty if it starts from random numbers."""
+    if config.pretrained is None:
+        return {}
+    name = hub_name(config.pretrained)
+    if name is None:
+        return {"base_model_name_or_path": str(Path(config.pretrained).resolve())}
+    return {"base_model_name_or_path": name.repository, "revision": name.revision}
 
 
 def _check_targets(model: nn.Module, lora: LoraConfig) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, one_line
+from shardwise.hub import local
 from shardwise.plan.models.factory import load_factory
 from shardwise.plan.models.transformers_models import beyond_words, check_sizes, is_rotary, positions_of, text_part
 from shardwise.policy.precision import dtype_name
@@ -43,7 +43,7 @@ def build_model(config: ModelConfig, text: TextShape, lora: LoraConfig = NO_ADAP
     """Build the model that a configuration names, in training mode, with its adapter if any. Not collective.
 
     Unless `init="cpu"`, parameters are on the meta device and `sw.shard` allocates and initialises them, so no rank
-    ever holds the whole model; a factory's model is on the device where the factory builds it. `weights` are not read
+    ever holds the whole model; a factory's model is on the device where the factory builds it. Weights are not read
     here: `sw.checkpoint.load_pretrained` reads them straight into the shards.
 
     Args:
@@ -60,8 +60,6 @@ def build_model(config: ModelConfig, text: TextShape, lora: LoraConfig = NO_ADAP
             model is too small for the vocabulary or the sequences, or cannot be built; or `init="device"` for a model
             that is already initialised.
     """
-    if config.weights is not None:
-        _check_directory("model.weights", config.weights)
     model = _build_base(config, text)
     return (add_adapter(model, lora, config) if lora.r else model).train()
 
@@ -84,8 +82,9 @@ def _build_transformer(hf_config: PreTrainedConfig, config: ModelConfig) -> nn.M
     try:
         with torch.device("cpu" if config.init == "cpu" else "meta"):
             model = auto.from_config(hf_config, dtype=dtype)
-        if config.weights is not None and (Path(config.weights) / "generation_config.json").exists():
-            model.generation_config = GenerationConfig.from_pretrained(config.weights, local_files_only=True)
+        weights = None if config.pretrained is None else local(config.pretrained)
+        if weights is not None and (weights / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(weights, local_files_only=True)
     except Exception as error:  # values that transformers does not check can raise anything
         raise ConfigError(f"[model]: transformers cannot build it: {one_line(error, with_type=True)}") from error
     built: nn.Module = model
@@ -107,14 +106,14 @@ def _read_config(config: ModelConfig, text: TextShape) -> PreTrainedConfig:
 def _config_at(name: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
-    path = Path(name)
+    path = local(name)
     with reading("model.path", name):
         file = path / "config.json" if path.is_dir() else path
         is_there = file.exists()
     if not is_there:
         raise ConfigError(f"model.path={name!r}: no such file: {file}{nearest_path(path)}")
     try:
-        loaded: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=True)
+        loaded: PreTrainedConfig = AutoConfig.from_pretrained(str(path), local_files_only=True)
     except Exception as error:
         raise ConfigError(
             f"model.path={name!r} is not a transformers configuration: {one_line(error, with_type=True)}"
@@ -179,9 +178,3 @@ def _stored_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     in place."""
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
     return model if all(tensor.dtype == dtype for tensor in tensors) else model.to(dtype)
-
-
-def _check_directory(key: str, name: str) -> None:
-    with reading(key, name):
-        if not Path(name).is_dir():
-            raise ConfigError(f"{key}={name!r}: no such directory{nearest_path(Path(name))}")

@@ -156,6 +156,7 @@ def _field_path(location: Sequence[str | int]) -> list[str]:
 _PATTERNS_IN_WORDS = {
     "activation_checkpointing": "must be 'none', 'full', 'selective-ops', 'every-N' (N is 1 or more) or 'offload'",
     "name": "must be the name of a directory, without / and \\",
+    "push_to": "must be the name of a repository of a hub, such as 'org/name'",
 }
 """What a key's pattern requires, in words, by key."""
 _OTHERS_NAMES = {
@@ -192,6 +193,9 @@ _OTHERS_NAMES = {
     "context_length": "data.seq_len",
     "dataset": "data.source",
     "model_name_or_path": "model.path",
+    "dataset_name": "data.source",
+    "dataset_config_name": "data.subset",
+    "hub_model_id": "hub.push_to",
     "mixed_precision": "parallel.param_dtype",
     "bf16": "parallel.param_dtype",
     "fp16": "parallel.param_dtype",

@@ -35,6 +35,9 @@ _MOST_TOKENS = 2**31
 UNSET = "unset"
 """Value of `data.source` and `model.path` in generated configurations: only the user knows the right one."""
 
+PATH, RANDOM = "path", "random"
+"""Values of `model.weights`."""
+
 # TOML has no null, but an override must be able to unset an optional key: the word "none" does.
 NoneWord = BeforeValidator(lambda value: None if value == "none" else value)
 
@@ -61,13 +64,16 @@ class ModelConfig(Section):
     """`[model]`: the model to train, given by exactly one of `path`, `config` and `factory`."""
 
     path: Annotated[str | None, NoneWord] = None
-    """A Hugging Face directory, or a `config.json`."""
+    """A Hugging Face directory, its `config.json`, or a name on a hub: "org/name" or "org/name@revision". Its weights
+    and its tokenizer are used unless `weights` and `data.tokenizer` say otherwise. An existing path wins over a
+    name."""
     config: Annotated[dict[str, Any] | None, NoneWord] = None
     """A transformers configuration written inline; `model_type` is required."""
     factory: Annotated[str | None, NoneWord] = None
     """`module:function`, called without arguments; returns an `nn.Module`."""
-    weights: Annotated[str | None, NoneWord] = None
-    """A Hugging Face directory to start from; none = random initialisation."""
+    weights: Annotated[str, Field(min_length=1)] = PATH
+    """The weights to start from: "path" (those of `path`; with `config` or `factory` random ones), "random", or another
+    Hugging Face directory or name on a hub."""
     dtype: DtypeName = "fp32"
     """The dtype in which the parameters are stored and updated (the master copy)."""
     init: Literal["meta", "device", "cpu"] = "meta"
@@ -86,6 +92,20 @@ class ModelConfig(Section):
         if self.factory is not None and not all(self.factory.partition(":")):
             raise ValueError(f"factory must have the form module:function, not {self.factory!r}")
         return self
+
+    @property
+    def pretrained(self) -> str | None:
+        """The directory or name whose weights the model starts from; None = random ones."""
+        if self.weights == RANDOM:
+            return None
+        return self.directory if self.weights == PATH else self.weights
+
+    @property
+    def directory(self) -> str | None:
+        """`path` as a directory or name, even if it is the `config.json` in it; None without a `path`."""
+        if self.path is None or not self.path.endswith(".json"):
+            return self.path
+        return str(Path(self.path).parent)
 
 
 class LoraConfig(Section):
@@ -116,13 +136,18 @@ class DataConfig(Section):
     """`[data]`: the text, and how it becomes sequences."""
 
     source: Annotated[str, Field(min_length=1)] = "builtin:python-stdlib"
-    """"builtin:python-stdlib" (the interpreter's own sources), a file, a directory or a glob. "unset": the user must
-    set it before training starts."""
+    """"builtin:python-stdlib" (the interpreter's own sources), a file, a directory, a glob, or a data set on a hub:
+    "org/name" or "org/name@revision". "unset": the user must set it before training starts."""
+    split: Annotated[str | None, Field(min_length=1), NoneWord] = None
+    """The split of a hub's data set; none = "train"."""
+    subset: Annotated[str | None, Field(min_length=1), NoneWord] = None
+    """The subset of a hub's data set (its configuration); none = its only one, or its default."""
     format: Annotated[Literal["text", "jsonl", "parquet", "csv", "tsv"] | None, NoneWord] = None
     """The format of the files; none = by suffix. Rows of tables (jsonl, parquet, csv, tsv) have `text`, or `messages`,
     or `prompt` and `completion`."""
-    tokenizer: str = "bytes"
-    """"bytes" (256 byte values and one end-of-text token, in a vocabulary of 320) or a directory with a tokenizer."""
+    tokenizer: Annotated[str | None, Field(min_length=1), NoneWord] = None
+    """A directory with a tokenizer, a name on a hub, or "bytes" (256 byte values and one end-of-text token, in a
+    vocabulary of 320); none = the model's own, and "bytes" for a model that starts from random weights and has none."""
     seq_len: PositiveInt = 512
     """Tokens per sequence."""
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
@@ -306,6 +331,16 @@ class OffloadConfig(Section):
         return Places.of({**places, "ring_bytes": ring_bytes})
 
 
+class HubConfig(Section):
+    """`[hub]`: where the trained model is uploaded to."""
+
+    push_to: Annotated[str | None, Field(pattern=r"^[\w.-]+/[\w.-]+$"), NoneWord] = None
+    """The repository, "org/name", to which `final/` is uploaded with a model card at the end; it is created if it does
+    not exist. none = no upload."""
+    private: bool = True
+    """Whether a repository that is created is private."""
+
+
 class LogConfig(Section):
     """`[log]`: the run's directory and its logs."""
 
@@ -338,6 +373,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     offload: OffloadConfig = OffloadConfig()
+    hub: HubConfig = HubConfig()
     log: LogConfig
 
     @model_validator(mode="after")

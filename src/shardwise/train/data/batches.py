@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
 from shardwise.train.config.schema import DataConfig
-from shardwise.train.data.encoding import encode_document, is_in_plain_template
+from shardwise.train.data.encoding import encode_document
 from shardwise.train.data.holdout import hold_out
 from shardwise.train.data.order import Order, Position
 from shardwise.train.data.packing import PackedRows, pack
@@ -47,8 +47,6 @@ class Datasets(NamedTuple):
     train: PackedRows
     held_out: PackedRows
     tokenizer: Tokenizer
-    in_plain_template: bool = False
-    """Whether conversations are written in the built-in template."""
 
     def __str__(self) -> str:
         """Describe the data in words that are equal if and only if the data is."""
@@ -63,17 +61,18 @@ def load_datasets(config: DataConfig) -> Datasets:
 
     Raises:
         ConfigError: the source or the tokenizer is missing or unusable, or the source is too short to train on.
+        HubError: the source is a data set of a hub that cannot be fetched.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    split = hold_out(read_documents(config.source, config.format), config.eval_fraction)
+    documents = read_documents(config.source, config.format, config.subset, config.split)
+    split = hold_out(documents, config.eval_fraction)
     train, held_out = (
         pack((encode_document(document, tokenizer) for document in part), config.seq_len, tokenizer.end_id)
         for part in split
     )
     if not len(train):
         raise ConfigError(f"data.source={config.source!r} has no token to learn in rows of seq_len={config.seq_len}")
-    plain = any(is_in_plain_template(document, tokenizer) for part in split for document in part)
-    return Datasets(train, held_out, tokenizer, plain)
+    return Datasets(train, held_out, tokenizer)
 
 
 @dataclass(frozen=True, slots=True)

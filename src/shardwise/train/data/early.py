@@ -12,32 +12,33 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.hub import hub_name, local
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import DataConfig, ModelConfig
 from shardwise.train.data.corpus import BUILTIN_CORPORA, BUILTIN_PREFIX
 from shardwise.train.data.documents import Document, document_of_row
 from shardwise.train.data.holdout import hold_out
-from shardwise.train.data.sources import counted, find_files, format_of, read_documents
+from shardwise.train.data.model_files import TOKENIZER_FILES, has_tokenizer
+from shardwise.train.data.sources import check_keys, counted, find_files, format_of, read_documents
 from shardwise.train.data.tokenizer import BYTES, ByteTokenizer
 
 SMALL_BYTES = 2**20
 """Largest total size of a source's files that is read completely here."""
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
-    "tekken.json",
-)  # fmt: skip
 
 
 def check_data(config: DataConfig) -> None:
     """Raise ConfigError for a source that is missing, empty, in another format, without a text column, shorter than one
     sequence, or that cannot be split for evaluation; and for a tokenizer directory without a tokenizer."""
     _check_tokenizer(config.tokenizer)
+    check_keys(config)
     if config.source.startswith(BUILTIN_PREFIX):
         name = config.source.removeprefix(BUILTIN_PREFIX)
         if name not in BUILTIN_CORPORA:
             raise ConfigError(f"data.source: unknown built-in corpus {name!r}; use builtin:{BUILTIN_CORPORA[0]}")
         return
+    if hub_name(config.source) is not None:
+        return  # the ranks read it
     files = find_files(config.source)
     with reading("data.source", config.source):
         total_bytes = sum(file.stat().st_size for file in files)
@@ -80,15 +81,15 @@ def check_fits(vocab_size: int | None, positions: int | None, needed: int | None
         )
 
 
-def _check_tokenizer(name: str) -> None:
-    path = Path(name)
-    if name == BYTES:
+def _check_tokenizer(name: str | None) -> None:
+    if name is None or name == BYTES:
         return
+    path = local(name)
     with reading("data.tokenizer", name):
         if not path.is_dir():
             raise ConfigError(f"data.tokenizer={name!r}: no such directory{nearest_path(path)}")
-        if not any((path / file).exists() for file in _TOKENIZER_FILES):
-            raise ConfigError(f"data.tokenizer={name!r} has no tokenizer (no {_TOKENIZER_FILES[0]} or the like)")
+        if not has_tokenizer(path):
+            raise ConfigError(f"data.tokenizer={name!r} has no tokenizer (no {TOKENIZER_FILES[0]} or the like)")
 
 
 def _check_first_row(file: Path, file_format: str) -> None:
@@ -121,12 +122,12 @@ def _check_length(documents: list[Document], config: DataConfig) -> None:
         )
 
 
-def _vocabulary_of(name: str) -> int | None:
+def _vocabulary_of(name: str | None) -> int | None:
     """Return a number that all token ids are below; None if no `tokenizer.json` gives it."""
-    if name == BYTES:
+    if name is None or name == BYTES:
         return ByteTokenizer.vocab_size
     try:
-        found = json.loads((Path(name) / "tokenizer.json").read_text(encoding="utf-8"))
+        found = json.loads((local(name) / "tokenizer.json").read_text(encoding="utf-8"))
         known = found["model"]["vocab"]
         ids = list(known.values()) if isinstance(known, dict) else range(len(known))
         added = [int(token["id"]) for token in found.get("added_tokens", ())]
@@ -140,7 +141,7 @@ def _described(model: ModelConfig) -> Mapping[str, Any]:
         return model.config
     if model.path is None:
         return {}
-    path = Path(model.path)
+    path = local(model.path)
     try:
         found = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
     except (OSError, ValueError):

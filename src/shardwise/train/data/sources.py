@@ -1,4 +1,4 @@
-"""`data.source` and `data.format`: from a built-in corpus, a file, a folder or a glob to documents."""
+"""`data.source` and `data.format`: from a built-in corpus, a file, a folder, a glob or a hub to documents."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.hub import hub_name
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
-from shardwise.train.config.schema import UNSET
+from shardwise.train.config.schema import UNSET, DataConfig
 from shardwise.train.data.corpus import BUILTIN_PREFIX, builtin_documents
 from shardwise.train.data.documents import TEXT_ERRORS, Document, document_of_row
+from shardwise.train.data.hub_rows import hub_documents
 
 _SUFFIX_FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 _SUFFIX_FORMATS |= {".csv": "csv", ".tsv": "tsv"}
@@ -27,16 +29,28 @@ _BUILDERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 """By format: the builder of the `datasets` library, and its options."""
 
 
-def read_documents(source: str, file_format: str | None = None) -> list[Document]:
+def read_documents(
+    source: str, file_format: str | None = None, subset: str | None = None, split: str | None = None
+) -> list[Document]:
     """Return every document of a source, in an order that depends only on the files' names.
 
     Args:
-        source: `builtin:NAME`, a file, a folder (every file below it) or a glob (`**` descends).
+        source: `builtin:NAME`, a file, a folder (every file below it), a glob (`**` descends), or the name of a data
+            set on a hub.
         file_format: "text", "jsonl", "parquet", "csv" or "tsv"; None = by suffix, where an unknown suffix means text.
+        subset: of a hub's data set; None = its only one, or its default.
+        split: of a hub's data set; None = "train".
 
     Raises:
         ConfigError: the source has no files or no text, or a file cannot be read or is not in its format.
+        HubError: a data set of a hub cannot be fetched.
     """
+    name = hub_name(source)
+    if name is not None:
+        rows = list(hub_documents(name, subset, split))
+        if not rows:
+            raise ConfigError(f"data.source={source!r} has no text in its rows")
+        return rows
     if source.startswith(BUILTIN_PREFIX):
         return builtin_documents(source.removeprefix(BUILTIN_PREFIX))
     files = find_files(source)
@@ -47,6 +61,18 @@ def read_documents(source: str, file_format: str | None = None) -> list[Document
     if not documents:
         raise ConfigError(f"data.source={source!r} has no text in its {counted(len(files))}")
     return documents
+
+
+def check_keys(config: DataConfig) -> None:
+    """Raise ConfigError for a key that has no effect on the kind of source that is given."""
+    named = hub_name(config.source) is not None
+    for key in ("format",) if named else ("subset", "split"):
+        if getattr(config, key) is not None:
+            what = "a data set of a hub" if named else "no data set of a hub"
+            raise ConfigError(
+                f"data.{key}={getattr(config, key)!r} has no effect, because data.source={config.source!r} is {what}: "
+                f"leave {key} out"
+            )
 
 
 def format_of(file: Path) -> str:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.errors import ConfigError
+from shardwise.hub import local, shown
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
+from shardwise.train.config.schema import Config
 from shardwise.train.data.documents import TEXT_ERRORS
 
 if TYPE_CHECKING:
@@ -94,27 +96,45 @@ class HuggingFaceTokenizer:
         self.inner.save_pretrained(directory)
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """Load the tokenizer that `data.tokenizer` names: "bytes", or a local directory.
+def load_tokenizer(name: str | None) -> Tokenizer:
+    """Load the tokenizer that `data.tokenizer` names: "bytes" (or None), a directory, or a name of a hub that is in the
+    cache.
 
     Raises:
         ConfigError: the directory does not exist, has no tokenizer, or has one without an end-of-document token.
     """
-    if name == BYTES:
+    if name is None or name == BYTES:
         return ByteTokenizer()
-    path = Path(name)
+    path = local(name)
     with reading("data.tokenizer", name):
         if not path.is_dir():
-            hint = nearest_path(path) or '; give a local directory with a tokenizer, or "bytes"'
+            hint = nearest_path(path) or '; give a directory with a tokenizer, a name on a hub, or "bytes"'
             raise ConfigError(f"data.tokenizer={name!r}: no such directory{hint}")
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         cause = " ".join(str(error).split())
         raise ConfigError(f"data.tokenizer={name!r}: transformers finds no tokenizer in it ({cause[:160]})") from None
     return HuggingFaceTokenizer(tokenizer, name)
+
+
+def sources_in_words(config: Config, tokenizer: Tokenizer, resumes: bool) -> str:
+    """Return the line that says which weights, tokenizer and chat template a run uses.
+
+    resumes: whether trained weights are loaded from the run's checkpoint.
+    """
+    weights = f"random numbers of train.seed={config.train.seed}"
+    if config.model.pretrained is not None:
+        weights = shown(config.model.pretrained)
+    if resumes:
+        weights = f"the checkpoint's, beside {weights}" if config.lora.r else "the checkpoint's"
+    template = 'none ("### role" above each message)'
+    if getattr(tokenizer, "chat_template", None):
+        template = "the tokenizer's"
+    name = shown(config.data.tokenizer or BYTES)
+    return f"weights: {weights}; tokenizer: {name}, {tokenizer.vocab_size:,} ids; chat template: {template}"
 
 
 def files_of(tokenizer: Tokenizer) -> dict[str, bytes]:

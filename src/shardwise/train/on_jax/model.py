@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from shardwise.errors import ConfigError, one_line
+from shardwise.hub import local
 from shardwise.jax import models
 from shardwise.jax.checkpoint.leaves import leaves_of
 from shardwise.jax.checkpoint.name_map import NameMap
@@ -54,7 +55,7 @@ def builder_from(model: Mapping[str, Any] | str, dtype: str) -> Builder:
 def _described(config: ModelConfig, tokenizer: Tokenizer, seq_len: int) -> dict[str, Any]:
     """Return the transformers configuration. Keys that an inline one leaves out are taken from the data."""
     if config.path is not None:
-        return models.read_config(config.path)
+        return models.read_config(local(config.path))
     assert config.config is not None, "ModelConfig must have exactly one of path, config and factory"
     inline = copy.deepcopy(config.config)
     kind = inline["model_type"]

@@ -19,6 +19,7 @@ from flax import nnx
 
 import shardwise.jax as swj
 from shardwise.errors import UserError
+from shardwise.hub import local
 from shardwise.jax import models
 from shardwise.jax.batches import put_batch
 from shardwise.jax.checkpoint.leaves import random_streams
@@ -31,12 +32,14 @@ from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import Config
 from shardwise.train.config.shared_keys import shared_keys
 from shardwise.train.data.batches import Batches, MicroBatch, Share, evaluation_batches, load_datasets
-from shardwise.train.data.tokenizer import Tokenizer, files_of
+from shardwise.train.data.model_files import fetch
+from shardwise.train.data.tokenizer import Tokenizer, files_of, sources_in_words
 from shardwise.train.on_jax.checkpoints import Checkpoints
 from shardwise.train.on_jax.model import builder_of, bytes_per_device, bytes_whole, check_logits, loss_of, optimizer_of
 from shardwise.train.on_jax.processes import RunProcesses, axes_of, started
 from shardwise.train.on_jax.wishes import REMAT, check_wishes
 from shardwise.train.output.console import RunConsole
+from shardwise.train.output.push import push_final
 from shardwise.train.process.interruption import Interrupted, Interruption
 from shardwise.train.run import preflight
 from shardwise.train.run.checkpoints import Resumed, why_finished
@@ -56,6 +59,7 @@ def run(config: Config) -> None:
     ranks = config.parallel.model_copy(update={"ranks": len(devices)})
     with processes.together("the run cannot start"):
         config = preflight.check(config.model_copy(update={"parallel": ranks}), 0)
+    processes.work(lambda: fetch(config, weights=True, say=print if processes.is_first else lambda line: None))
     processes.agree(str(shared_keys(config)), "processes have different configurations: give all of them the same one")
     directory = RunDirectory(config.run_directory)
     with RunConsole(config.train.steps, config.log.every, quiet=not processes.is_first) as console:
@@ -71,6 +75,7 @@ def run(config: Config) -> None:
                 if processes.is_first:
                     claim.enter_context(claimed(directory.path, console.say))
             Trainer(config, processes, devices, console).run(directory)
+            processes.work(lambda: push_final(config, console.say) if processes.is_first else None)
 
 
 class TakenStep(NamedTuple):
@@ -138,6 +143,8 @@ class Trainer:
         self.interruption = Interruption()
         self.memory: dict[str, int | None] = {}
         self._evaluated_nll = jax.jit(partial(_nll, dtype))
+        resumes = processes.on_first(lambda: self.checkpoints.has_any)
+        console.say(sources_in_words(config, self.data.tokenizer, resumes))
 
     def _compute_dtype(self, saved: Mapping[str, Any] | None) -> str:
         """Return "fp32" or "bf16": the configuration's dtype, else the checkpoint's, else the one that suits the
@@ -185,13 +192,13 @@ class Trainer:
             state, resumed = found
             self._go_on(resumed)
             return state
-        weights = self.config.model.weights
+        weights = self.config.model.pretrained
         if weights is None:
             return self.step.init(self.init(jax.random.key(train.seed)))
         like = self.init.abstract()
         if random_streams(like):  # files of weights contain no random streams
             like = self.init(jax.random.key(train.seed))
-        return self.step.init(swj.checkpoint.load_pretrained(weights, like, self.names))
+        return self.step.init(swj.checkpoint.load_pretrained(local(weights), like, self.names))
 
     def _go_on(self, resumed: Resumed) -> None:
         data = self.config.data

@@ -21,7 +21,7 @@ from shardwise.comm.channel import Channel, channel_of
 from shardwise.comm.protocol import Combine
 from shardwise.comm.timeout import timeout_s
 from shardwise.errors import MeshError
-from shardwise.together import fail_together
+from shardwise.together import fail_together, work_together
 from shardwise.train.process.interruption import Interrupted
 
 T = TypeVar("T")
@@ -86,12 +86,20 @@ class Ranks:
         Every rank must enter. No collective may be inside.
         """
 
-        def tell(failure: str | None) -> str | None:
-            failures = self.hear(failure)
-            return next((f"rank {rank} failed: {text}" for rank, text in enumerate(failures) if text is not None), None)
-
-        with fail_together(tell):
+        with fail_together(self._tell):
             yield
+
+    def _tell(self, failure: str | None) -> str | None:
+        failures = self.hear(failure)
+        return next((f"rank {rank} failed: {text}" for rank, text in enumerate(failures) if text is not None), None)
+
+    def work(self, task: Callable[[], object]) -> None:
+        """Run a task that may take longer on some ranks than others would wait: see `work_together`. Every rank must
+        call this."""
+        if self.world_size == 1:
+            task()  # in this thread, so that an interrupt reaches it
+        else:
+            work_together(task, self._tell, lambda own: self.count(own) > 0)
 
     def on_first(self, task: Callable[[], T]) -> T:
         """Run a task on rank 0 only and return its result, which must be small and picklable, on every rank.

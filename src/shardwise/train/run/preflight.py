@@ -7,20 +7,23 @@ from pathlib import Path
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.io.storage import directory_of, is_url
 from shardwise.errors import ConfigError, MeshError
+from shardwise.hub import check_token
 from shardwise.plan.hardware.devices import find_device
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
-from shardwise.train.config.schema import UNSET, Config
+from shardwise.train.config.schema import Config
 from shardwise.train.data.early import check_data, check_model
+from shardwise.train.data.model_files import settled
 
 DEFAULT_CPU_RANKS = 2
 _RANK_BYTES = 200 * 2**20
 """Memory that a CPU rank takes before it has a model."""
-_NO_HUB = "; name a directory of this machine, because nothing is downloaded from a hub"
 
 
 def check(config: Config, gpus: int) -> Config:
-    """Check a configuration and the files that it names; return it fitted to the ranks of this machine.
+    """Check a configuration and the files that it names; return it settled and fitted to the ranks of this machine.
+
+    Configurations and tokenizers that are named on a hub are fetched, weights and data sets are not.
 
     Args:
         config: as `config.files.load` returned it.
@@ -29,17 +32,16 @@ def check(config: Config, gpus: int) -> Config:
     Raises:
         ConfigError: a setting cannot be used, or a file or directory is missing or cannot be read. For a checkpoint at
             a URL also an UnreadableError, and UsageError if fsspec is not installed.
+        HubError: a name of a hub has no such files, or they cannot be fetched.
         MeshError: there are more ranks than GPUs, or their number does not fit the strategy.
     """
     check_wishes(config)
-    fitted = config.for_ranks(_ranks(config, gpus))
-    _check_files(fitted)
-    return fitted
+    return _with_files(config.for_ranks(_ranks(config, gpus)))
 
 
 def check_wishes(config: Config) -> None:
     """Raise ConfigError for settings that contradict each other, or need a package that is not installed, so that no
-    setting is silently ignored."""
+    setting is silently ignored; HubError for an upload without a token."""
     if config.model.dtype == "fp16":
         raise ConfigError(
             'model.dtype="fp16" would update the weights in fp16, which loses small steps; set '
@@ -50,6 +52,8 @@ def check_wishes(config: Config) -> None:
             f"train.eval_every={config.train.eval_every} with data.eval_fraction=0 leaves nothing to evaluate "
             "on: raise eval_fraction, or set eval_every=0"
         )
+    if config.hub.push_to is not None:
+        check_token(f"hub.push_to={config.hub.push_to!r}")
     if config.lora.r and find_spec("peft") is None:
         raise ConfigError(f"lora.r={config.lora.r} needs PEFT, which is not installed: pip install peft")
 
@@ -89,28 +93,18 @@ def _check_memory(ranks: int) -> None:
         )
 
 
-def _check_files(config: Config) -> None:
-    named = {"model.path": config.model.path, "model.weights": config.model.weights}
-    if config.data.tokenizer != "bytes":
-        named["data.tokenizer"] = config.data.tokenizer
-    if config.checkpoint.resume not in ("auto", "never"):
-        named["checkpoint.resume"] = config.checkpoint.resume
-    for key, name in named.items():
-        if name == UNSET and not Path(name).exists():
-            raise ConfigError(f"{key} is not set: set it to the model, such as {key}=models/my-model")
-        if name is not None:
-            with reading(key, name):
-                if not _is_there(key, name):
-                    hint = nearest_path(Path(name)) or ("" if key == "checkpoint.resume" else _NO_HUB)
-                    raise ConfigError(f"{key}={name!r}: no such file or directory{hint}")
+def _with_files(config: Config) -> Config:
+    """Return the settled configuration, after checking the files that it names."""
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never"):
+        with reading("checkpoint.resume", resume):
+            there = manifest.is_there(directory_of(resume)) if is_url(resume) else Path(resume).exists()
+        if not there:
+            hint = nearest_path(Path(resume))
+            raise ConfigError(f"checkpoint.resume={resume!r}: no such file or directory{hint}")
     if config.parallel.hardware is not None:
         find_device(config.parallel.hardware)
+    config = settled(config)
     check_data(config.data)
     check_model(config.model, config.data)
-
-
-def _is_there(key: str, name: str) -> bool:
-    """Return whether a path exists. Only checkpoints may be at a URL that fsspec can read."""
-    if key == "checkpoint.resume" and is_url(name):
-        return manifest.is_there(directory_of(name))
-    return Path(name).exists()
+    return config

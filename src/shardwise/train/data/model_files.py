@@ -1,0 +1,152 @@
+"""The files that `[model]` and `[data]` name: found, or fetched from a hub, before any rank needs them. No torch.
+
+`settled` decides what a configuration leaves open: the commit of a hub's name, and the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from shardwise import hub
+from shardwise.checkpoint.format import manifest
+from shardwise.errors import ConfigError, HubError
+from shardwise.suggest import nearest_path
+from shardwise.train.config.files import reading
+from shardwise.train.config.schema import RANDOM, UNSET, Config, ModelConfig
+from shardwise.train.data.hub_rows import prepare
+from shardwise.train.data.tokenizer import BYTES
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
+    "tekken.json",
+)  # fmt: skip
+_ASK_FOR_RANDOM = f'set model.weights = "{RANDOM}" to train from random numbers'
+
+
+def settled(config: Config) -> Config:
+    """Return the configuration with names of a hub pinned to the commits that they name now, and with a tokenizer.
+
+    Configurations and tokenizers are fetched from the hub if they are not in the cache, weights and data sets are not.
+    A settled configuration stays as it is, and costs no request.
+
+    Raises:
+        ConfigError: a file or directory does not exist; a model has no weights, or no tokenizer beside its weights.
+        HubError: a name of a hub has no such files, or they cannot be fetched.
+    """
+    model, data = config.model, config.data
+    found = {"path": _found("model.path", model.path), "weights": model.weights}
+    if model.pretrained is not None and model.pretrained != model.directory:
+        found["weights"] = _found("model.weights", model.weights)
+    model = model.model_copy(update=found)
+    if model.pretrained is not None:
+        _check_weights(model, model.pretrained)
+    tokenizer = data.tokenizer
+    if tokenizer is None:
+        tokenizer = _own_tokenizer(model)
+    elif tokenizer != BYTES:
+        tokenizer = _found("data.tokenizer", tokenizer)
+    rows = hub.hub_name(data.source)
+    source = data.source
+    if rows is not None and not rows.is_pinned:
+        source = str(hub.listing(rows, f"data.source={source!r}", "dataset").name)
+    data = data.model_copy(update={"tokenizer": tokenizer, "source": source})
+    return config.model_copy(update={"model": model, "data": data})
+
+
+def fetch(config: Config, weights: bool, say: Callable[[str], None]) -> None:
+    """Fetch everything that a settled configuration names on a hub. One process of a machine is to call this; the
+    others then find it in the cache.
+
+    Args:
+        weights: whether the model's weights are needed. A run that resumes from whole checkpoints needs none.
+        say: takes a line about each download.
+
+    Raises:
+        HubError: something cannot be fetched, or the disk has no room for it.
+    """
+    model, data = config.model, config.data
+    named = {"model.path": model.path, "data.tokenizer": data.tokenizer}
+    for key, name in named.items():
+        if name is not None:
+            hub.fetch(name, f"{key}={name!r}")
+    if model.pretrained is not None:
+        key = "model.path" if model.pretrained == model.directory else "model.weights"
+        hub.fetch(model.pretrained, f"{key}={model.pretrained!r}", weights=weights, say=say)
+    rows = hub.hub_name(data.source)
+    if rows is not None:
+        prepare(rows, data.subset, data.split, say)
+
+
+def has_weights(name: str) -> bool:
+    """Return whether a directory, or a name of a hub, has safetensors files that can be loaded. Raises HubError if the
+    hub cannot be asked."""
+    found = hub.hub_name(name)
+    if found is None:
+        return any((Path(name) / file).is_file() for file in (hub.SINGLE, hub.INDEX, manifest.NAME))
+    return not {hub.SINGLE, hub.INDEX}.isdisjoint(hub.listing(found, repr(name)).files)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a directory has a tokenizer that transformers may be able to load."""
+    return any((directory / file).exists() for file in TOKENIZER_FILES)
+
+
+def _found(key: str, name: str | None) -> str | None:
+    """Return a path that exists, or a name pinned to a commit whose configuration is in the cache. None if None."""
+    if name is None:
+        return None
+    if hub.hub_name(name) is not None:
+        pinned = hub.pinned(name, f"{key}={name!r}")
+        hub.fetch(pinned, f"{key}={name!r}")
+        return pinned
+    path = Path(name)
+    with reading(key, name):
+        is_there = path.exists()
+    if is_there:
+        return name
+    if name == UNSET:
+        raise ConfigError(f"{key} is not set: set it to the model, such as {key}=models/my-model")
+    hint = nearest_path(path) or "; a model on a hub is named org/name"
+    raise ConfigError(f"{key}={name!r}: no such file or directory{hint}")
+
+
+def _check_weights(model: ModelConfig, name: str) -> None:
+    key, said = ("model.path", model.path) if name == model.directory else ("model.weights", name)
+    where = f"{key}={said!r}"
+    found = hub.hub_name(name)
+    if found is not None:
+        try:
+            hub.weight_files(hub.listing(found, where), where)
+        except HubError as error:
+            raise HubError(f"{error}; or {_ASK_FOR_RANDOM}") from None
+        return
+    with reading(key, name):
+        if has_weights(name):
+            return
+        pickles = sorted(path.name for path in Path(name).glob("*.bin"))
+    if pickles:
+        raise ConfigError(
+            f"{where} has its weights only as pickles ({pickles[0]}), which are not loaded: convert it once with "
+            f"transformers' from_pretrained(...) and save_pretrained(another directory), or {_ASK_FOR_RANDOM}"
+        )
+    raise ConfigError(
+        f"{where} has no weights ({hub.SINGLE} or {hub.INDEX}): name a model that has them with model.weights, or "
+        f"{_ASK_FOR_RANDOM}"
+    )
+
+
+def _own_tokenizer(model: ModelConfig) -> str:
+    """Return the directory or name of the model's own tokenizer; "bytes" for a model without `path`, and for one that
+    starts from random weights and has none. Raises ConfigError if a pretrained one has none."""
+    if model.path is None:
+        return BYTES
+    for name in (model.directory, model.pretrained):
+        if name is not None and has_tokenizer(hub.local(name)):
+            return name
+    if model.pretrained is not None:
+        raise ConfigError(
+            f"{model.pretrained} has weights but no tokenizer (no {TOKENIZER_FILES[0]} or the like): set "
+            f'data.tokenizer to the tokenizer that belongs to them, or to "{BYTES}"'
+        )
+    return BYTES

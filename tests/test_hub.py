@@ -1,0 +1,286 @@
+"""Names of a hub as directories, against the mock hub; each client is a process with a cache of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from shardwise.hub import HubName, fetch, hub_name, local
+from tests.hub import mock
+
+CODE = """
+import sys
+from shardwise.errors import HubError
+from shardwise.hub import fetch
+try:
+    print(fetch(sys.argv[1], f"model.path={sys.argv[1]!r}", weights=sys.argv[2] == "weights", say=print))
+except HubError as error:
+    print("error:", error)
+assert "torch" not in sys.modules
+"""
+HEADER = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+TENSORS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(8)
+SINGLE = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}", "model.safetensors": TENSORS}
+SHARDED = {
+    "config.json": b"{}",
+    "model.safetensors.index.json": json.dumps(
+        {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    ).encode(),
+    "model-1.safetensors": TENSORS,
+    "model-2.safetensors": TENSORS * 2,
+    "consolidated.safetensors": bytes(5000),
+    "original/params.json": b"{}",
+    "pytorch_model.bin": bytes(7000),
+    "README.md": b"# ",
+}
+
+
+@pytest.fixture
+def hub() -> Iterator[mock.Hub]:
+    with mock.running() as hub:
+        yield hub
+
+
+def had(  # noqa: PLR0913
+    hub: mock.Hub, home: Path, text: str, what: str = "weights", *, code: str = CODE, token: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:  # fmt: skip
+    """Return the last line that a client prints: the directory, or the error."""
+    variables = {**os.environ, **hub.environment(home, token), **(environment or {})}
+    command = [sys.executable, "-c", code, text, what]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, cwd=home.parent)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("org/name", HubName("org/name")),
+        ("org/na.me-1_2@v1.0", HubName("org/na.me-1_2", "v1.0")),
+        ("org/name@refs/pr/1", HubName("org/name", "refs/pr/1")),
+        ("name", None),
+        ("org/name/file", None),
+        ("./org/name", None),
+        ("/org/name", None),
+        ("../name", None),
+        ("s3://org/name", None),
+        ("org/name@", None),
+        ("org/a name", None),
+        (Path("org/name"), None),
+    ],
+)
+def test_names_are_told_from_paths(text: str | Path, name: HubName | None) -> None:
+    assert hub_name(text) == name
+
+
+def test_a_local_path_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("org/name").mkdir(parents=True)
+    assert hub_name("org/name") is None
+    assert fetch("org/name", "") == local("org/name") == Path("org/name")
+
+
+def test_only_what_is_asked_for_is_downloaded(hub: mock.Hub, tmp_path: Path) -> None:
+    hub.add("org/sharded", SHARDED)
+    folder = Path(had(hub, tmp_path / "home", "org/sharded", "configuration"))
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors.index.json"}
+    assert Path(had(hub, tmp_path / "home", "org/sharded")) == folder
+    weights = {"model-1.safetensors", "model-2.safetensors"}
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors.index.json", *weights}
+    assert (folder / "model-2.safetensors").read_bytes() == TENSORS * 2
+    assert sum(r.sent_bytes for r in hub.recorded(".safetensors")) == 3 * len(TENSORS)
+
+
+def test_what_is_in_the_cache_costs_one_request_and_a_pinned_name_none(hub: mock.Hub, tmp_path: Path) -> None:
+    commit = hub.add("org/single", SINGLE).refs["main"]
+    home = tmp_path / "home"
+    folder = had(hub, home, "org/single")
+    asked = len(hub.requests)
+    assert had(hub, home, "org/single") == folder
+    assert [(r.path, r.status) for r in hub.requests[asked:]] == [("/api/models/org/single/revision/main", 200)] or [
+        r.path for r in hub.requests[asked:]
+    ] == ["/api/models/org/single"]
+    assert had(hub, home, f"org/single@{commit}") == folder
+    assert had(hub, home, "org/single", environment={"HF_HUB_OFFLINE": "1"}) == folder
+    assert len(hub.requests) == asked + 1
+
+
+def test_a_revision_is_read(hub: mock.Hub, tmp_path: Path) -> None:
+    repository = hub.add("org/single", SINGLE)
+    old = repository.refs["main"]
+    repository.commit({**SINGLE, "config.json": b'{"model_type": "gpt2"}'}, "v2")
+    assert b"gpt2" in (Path(had(hub, tmp_path / "home", "org/single@v2")) / "config.json").read_bytes()
+    assert b"llama" in (Path(had(hub, tmp_path / "home", f"org/single@{old}")) / "config.json").read_bytes()
+
+
+def test_an_interrupted_download_goes_on_where_it_was(hub: mock.Hub, tmp_path: Path) -> None:
+    """A process that is killed keeps the files that it had completely."""
+    big = os.urandom(2 * 2**20)
+    hub.add("org/sharded", {**SHARDED, "model-2.safetensors": big})
+    hub.bytes_per_s = 2**20
+    variables = {**os.environ, **hub.environment(tmp_path / "home")}
+    client = subprocess.Popen([sys.executable, "-c", CODE, "org/sharded", "weights"], env=variables)
+    while not any((tmp_path / "home").rglob("model-1.safetensors")):
+        assert client.poll() is None
+        time.sleep(0.01)
+    client.kill()
+    client.wait()
+    hub.bytes_per_s = None
+    folder = Path(had(hub, tmp_path / "home", "org/sharded"))
+    assert (folder / "model-2.safetensors").read_bytes() == big
+    assert sum(r.sent_bytes for r in hub.recorded("model-1.safetensors")) == len(TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("org/none", r"no such file or directory here; did you mean org/nine\? and no model org/none on 127.0.0.1:\d+"),
+        (
+            "org/open@v9",
+            r"org/open has no revision 'v9': give a branch, a tag or a commit of http://127.0.0.1:\d+/org/open",
+        ),
+        ("org/gated", r"org/gated is gated: ask for access at http://127.0.0.1:\d+/org/gated, then .* `hf auth login`"),
+        ("org/private", "no model org/private on .* if it is private, log in with `hf auth login`"),
+        ("org/pickled", r"only as pickles \(pytorch_model.bin\).*save_pretrained"),
+        ("org/empty", "org/empty has no model.safetensors and no model.safetensors.index.json"),
+        ("org/broken", "model.safetensors.index.json of .* is damaged: KeyError"),
+        ("org/lost", "names 'model-9.safetensors', which the repository does not have"),
+        ("org/na--me", "no name that a hub can have: Cannot have -- or"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(hub: mock.Hub, tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "org" / "nine").mkdir(parents=True)
+    config = {"config.json": b"{}"}
+    hub.add("org/open", SINGLE)
+    hub.add("org/gated", SINGLE, gated=True)
+    hub.add("org/private", SINGLE, private=True)
+    hub.add("org/pickled", {**config, "pytorch_model.bin": b"x"})
+    hub.add("org/empty", config)
+    hub.add("org/broken", {**config, "model.safetensors.index.json": b"{}"})
+    index = json.dumps({"weight_map": {"a": "model-9.safetensors"}}).encode()
+    hub.add("org/lost", {**config, "model.safetensors.index.json": index})
+    line = had(hub, tmp_path / "home", text)
+    assert line.startswith(f"error: model.path={text!r}: ")
+    assert re.search(said, line), line
+    assert not any(r.sent_bytes for r in hub.recorded(".bin"))
+
+
+def test_without_a_network(hub: mock.Hub, tmp_path: Path) -> None:
+    hub.add("org/single", SINGLE)
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    line = had(hub, tmp_path / "home", "org/single", environment=nobody)
+    assert "127.0.0.1:9 cannot be reached" in line
+    assert "check the network, HF_ENDPOINT and proxies, or give a directory" in line
+    line = had(hub, tmp_path / "home", "org/single", environment={"HF_HUB_OFFLINE": "1"})
+    assert f"not completely, in the cache {tmp_path / 'home' / 'hub'}: HF_HUB_OFFLINE=1 forbids" in line
+    folder = had(hub, tmp_path / "home", "org/single")
+    assert had(hub, tmp_path / "home", "org/single", environment=nobody) == folder  # the cache has it
+    had(hub, tmp_path / "other", "org/single", "configuration")
+    line = had(hub, tmp_path / "other", "org/single", environment={"HF_HUB_OFFLINE": "1"})
+    assert "HF_HUB_OFFLINE=1 forbids" in line
+
+
+def test_a_hub_that_fails(hub: mock.Hub, tmp_path: Path) -> None:
+    hub.add("org/single", SINGLE)
+    hub.status["/api/models"] = 500
+    assert "answered 500 for org/single" in had(hub, tmp_path / "home", "org/single")
+
+
+def test_a_token_opens_gated_repositories(hub: mock.Hub, tmp_path: Path) -> None:
+    hub.add("org/gated", SINGLE, gated=True)
+    assert "is gated" in had(hub, tmp_path / "home", "org/gated", token=mock.READER)
+    assert (Path(had(hub, tmp_path / "home", "org/gated", token=mock.WRITER)) / "model.safetensors").exists()
+
+
+def test_no_room_is_said_before_anything_is_downloaded(hub: mock.Hub, tmp_path: Path) -> None:
+    hub.add("org/sharded", SHARDED)
+    code = f"""
+import collections, shutil
+shutil.disk_usage = lambda path: collections.namedtuple("Usage", "free")({3 * len(TENSORS) - 1})
+{CODE}"""
+    line = had(hub, tmp_path / "home", "org/sharded", code=code)
+    assert f"org/sharded needs {3 * len(TENSORS):,} bytes (0.00 GiB) more in the cache" in line
+    assert f"whose disk has {3 * len(TENSORS) - 1:,} bytes" in line
+    assert not any(r.sent_bytes for r in hub.recorded("model-1.safetensors"))
+
+
+def test_without_huggingface_hub(hub: mock.Hub, tmp_path: Path) -> None:
+    code = f"import sys; sys.modules['huggingface_hub'] = None\n{CODE}"
+    line = had(hub, tmp_path / "home", "org/single", code=code)
+    assert "names of a hub need huggingface_hub: pip install 'shardwise[hf]'" in line
+
+
+def test_several_ranks_download_once(hub: mock.Hub, tmp_path: Path) -> None:
+    """The first of the machine, while the others wait longer than they would in a collective."""
+    commit = hub.add("org/sharded", {**SHARDED, "model-2.safetensors": os.urandom(3 * 2**20)}).refs["main"]
+    hub.bytes_per_s = 2**20
+    code = """
+import datetime, os, sys, time
+import torch.distributed as dist
+from shardwise.hub import fetch_together
+from shardwise.train.process.ranks import Ranks
+import torch
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+ranks = Ranks(dist.get_rank(), 3, torch.device("cpu"))
+folder = fetch_together("org/sharded", "here", ranks, weights=True)
+assert (folder / "model-2.safetensors").stat().st_size == 3 * 2**20
+print(folder.name)
+dist.destroy_process_group()
+"""
+    variables = {**os.environ, **hub.environment(tmp_path / "home")}
+    clients = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={
+                **variables,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "3",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(hub.server_address[1] + 1),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    assert [client.communicate(timeout=120)[0].strip() for client in clients] == [commit] * 3
+    assert sum(r.sent_bytes for r in hub.recorded("model-2.safetensors")) == 3 * 2**20
+    assert len([r for r in hub.requests if r.path.startswith("/api/models/org/sharded/tree")]) <= 2
+
+
+def test_an_upload_replaces_the_one_before(hub: mock.Hub, tmp_path: Path) -> None:
+    """Weights that it no longer has are removed, in the same commit; a repository of another's is refused."""
+    code = """
+import sys
+from shardwise.errors import HubError
+from shardwise.hub import upload
+try:
+    for files in ({"model-1.safetensors": b"a" * 100, "config.json": b"{}"}, {"model.safetensors": b"b" * 50}):
+        print(upload(sys.argv[1], files, True, "message"))
+except HubError as error:
+    print("error:", error)
+"""
+    assert had(hub, tmp_path / "home", "me/mine", code=code, token=mock.WRITER) == f"{hub.url}/me/mine"
+    repository = hub.repositories["model", "me/mine"]
+    files = repository.commits[repository.refs["main"]]
+    assert files == {".gitattributes": b"", "config.json": b"{}", "model.safetensors": b"b" * 50}
+    assert repository.private
+    assert len(repository.commits) == 3
+    refused = had(hub, tmp_path / "home", "me/other", code=code, token=mock.READER)
+    assert re.fullmatch(r"error: me/other: the token may not write there on 127.0.0.1:\d+: use one with .*", refused)
+    refused = had(hub, tmp_path / "home", "me/other", code=code)
+    assert refused.startswith("error: me/other: no token to upload with: log in with `hf auth login`")
+    refused = had(
+        hub, tmp_path / "home", "me/x", code=code, token="t", environment={"HF_ENDPOINT": "http://127.0.0.1:9"}
+    )
+    assert refused.startswith("error: me/x: 127.0.0.1:9 cannot be reached")
