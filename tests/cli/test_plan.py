@@ -154,7 +154,7 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
         ),
         (["config.json", "--config", "."], "cannot write .: it is a directory; name a file"),
         (["config.json", "--trace", "t.png"], "t.png: a trace must be named .json (Perfetto, chrome://tracing)"),
-        (["config.json", "--seq-len", "4096"], "seq_len=4096 is more than the model's max_position_embeddings=2048"),
+        (["gpt2-xl", "--seq-len", "4096"], "seq_len=4096 is more than the model's max_position_embeddings=1024"),
         (
             ["vit-l-16", "--config", "run.toml"],
             "ViT-L/16 at 224 x 224, 1,000 classes: `shardwise train`",

@@ -110,8 +110,8 @@ class Options(_RunOptions, _ClusterOptions):
         Text,
         typer.Argument(
             metavar="MODEL",
-            help="A packaged shape (llama-3.1-8b; left out, they are listed), config.json, Hugging Face directory, name of "
-            "a hub (org/name, org/name@revision) or module:function.",
+            help="A packaged shape (llama-3.1-8b; left out, they are listed), config.json, Hugging Face directory, "
+            "a hub's name (org/name, org/name@revision) or module:function.",
         ),
     ] = None
     backend: Annotated[
