@@ -75,8 +75,7 @@ class _RunOptions:
         Text,
         _option(
             "Some of params=PLACE, optimizer=PLACE, gradients=cpu and step=cpu, separated by commas; PLACE is cpu or "
-            "nvme. "
-            "[none, unless nothing fits]"
+            "nvme. [none]"
         ),
     ] = None
     optimizer_in_backward: Annotated[

@@ -19,6 +19,7 @@ from shardwise.plan.models import adapted
 from shardwise.plan.models.adapted import with_adapters
 from shardwise.plan.models.source import resolve
 from shardwise.plan.search.space import precision_of
+from shardwise.plan.simulate.forecast import forecast
 from shardwise.policy.adapters import Adapters
 
 LLAMA = {
@@ -99,6 +100,14 @@ def test_a_plan_does_without_peft() -> None:
     trainable, imported = told.stdout.split()
     assert imported == "False"
     assert int(trainable) == 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+
+
+def test_the_mfu_of_adapters_counts_what_is_computed() -> None:
+    found = forecast(LLAMA, lora=4, seq_len=32, gpus_per_node=1, precision=precision_of("bf16"))
+    facts = found.recording.facts
+    operations = 4 * facts.params + 2 * facts.trainable + 12 * facts.layers * facts.width * 32
+    peak = found.job.hardware.peak("bf16")
+    assert found.mfu == pytest.approx(found.tokens_per_s_per_gpu * operations / peak)
 
 
 def test_a_target_that_the_model_lacks() -> None:
