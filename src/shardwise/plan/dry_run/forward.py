@@ -36,6 +36,7 @@ class TrainingForward:
         parameters = inspect.signature(model.forward).parameters
         self._takes_labels = "labels" in parameters
         self._takes_text = "input_ids" in parameters
+        self._contrasts = {"input_ids", "pixel_values", "return_loss"} <= parameters.keys()
         self._first = next(iter(parameters), "input_ids")
         self._main = getattr(model, "main_input_name", None) or self._first
         self._own = getattr(model, "example_inputs", None)
@@ -49,12 +50,11 @@ class TrainingForward:
         if self._own is not None:
             inputs: dict[str, Any] = self._own(job.micro_batch, job.seq_len)
             return inputs
+        if self._contrasts:  # two encoders, as of CLIP
+            text = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.int64)
+            return {"input_ids": text, "pixel_values": self._images(), "return_loss": True}
         if self._main == "pixel_values":
-            vision = getattr(self._config, "vision_config", self._config)
-            size = getattr(vision, "image_size", 224)
-            height, width = size if isinstance(size, tuple | list) else (size, size)
-            channels = getattr(vision, "num_channels", _IMAGE_CHANNELS)
-            inputs = {"pixel_values": torch.zeros(job.micro_batch, channels, height, width)}
+            inputs = {"pixel_values": self._images()}
             labels = torch.zeros(job.micro_batch, dtype=torch.int64)
             if self._takes_text:
                 labels = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.int64)
@@ -75,6 +75,13 @@ class TrainingForward:
         if self._takes_labels and self._job.loss == "model":
             inputs["labels"] = labels
         return inputs
+
+    def _images(self) -> Tensor:
+        vision = getattr(self._config, "vision_config", self._config)
+        size = getattr(vision, "image_size", 224)
+        height, width = size if isinstance(size, tuple | list) else (size, size)
+        channels = getattr(vision, "num_channels", _IMAGE_CHANNELS)
+        return torch.zeros(self._job.micro_batch, channels, height, width)
 
     def loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Run one forward and return the loss. Raises PlanError if the outputs give no loss."""

@@ -137,7 +137,7 @@ def text_part(filled: Any) -> Any:
 
 def positions_of(text: Any) -> int | None:
     """Return the longest sequence that a transformers configuration of text states; None if it states none."""
-    longest = getattr(text, "max_position_embeddings", None)
+    longest = getattr(text, "max_position_embeddings", getattr(text, "max_target_positions", None))
     return longest if isinstance(longest, int) and longest > 0 else None
 
 
