@@ -365,7 +365,8 @@ def test_two_encoders_are_given_images_and_text() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = {"model_type": "siglip_text_model", "vocab_size": 100, "max_position_embeddings": 16, **sizes}
     vision = {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16, **sizes}
-    source = resolve({"model_type": "siglip", "text_config": text, "vision_config": vision})
+    config = {"model_type": "siglip", "architectures": ["SiglipModel"], "text_config": text, "vision_config": vision}
+    source = resolve(config)
     recording = record(source.builder(), Job(gpus_per_node=2, seq_len=16))
     assert recording.facts.unused == 0
     assert sum(isinstance(event, Kernel) for event in recording.events) > 0
