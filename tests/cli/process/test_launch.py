@@ -316,8 +316,7 @@ time.sleep(600)
         ),
         (
             ("model.config=none", "model.path=llama"),
-            "error: model.path='llama': no such file or directory; name a directory of this machine, because "
-            "nothing is downloaded from a hub\n",
+            "error: model.path='llama': no such file or directory; a model on a hub is named org/name\n",
         ),
     ],
 )

@@ -244,7 +244,7 @@ values = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # a busy machine
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine
 @given(inline=st.dictionaries(st.text().filter(lambda key: key != "model_type"), values, max_size=4))
 def test_what_is_written_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, inline: dict[str, object]) -> None:
     config = Config.model_validate(
