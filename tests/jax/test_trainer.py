@@ -138,6 +138,7 @@ def test_a_cache_whose_programs_can_wait_for_ever_is_turned_off(folder: Path) ->
 @pytest.mark.parametrize(
     ("override", "error", "said"),
     [
+        ("train.on_nonfinite=skip", ConfigError, r'train\.on_nonfinite = "skip" is not supported'),
         ("train.optimizer=muon", ConfigError, r'train\.optimizer = "muon" is not supported with .*backend = "jax"'),
         ("lora.r=4", ConfigError, r"lora\.r = 4 is not supported"),
         ("parallel.strategy=shard_grad_op", ConfigError, r'parallel\.strategy = "shard_grad_op"'),

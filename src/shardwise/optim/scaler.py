@@ -35,3 +35,13 @@ class GradScaler(torch.amp.GradScaler):
                 'fp16 gradients cannot be unscaled: keep parameters in fp32 and compute in precision="fp16"'
             )
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def note_found(self, optimizer: torch.optim.Optimizer, found: Tensor) -> None:
+        """Skip the optimizer's next step also if `found` is 1. Call it between `unscale_` and `step`. Waits for no
+        device.
+
+        Args:
+            found: 0-d fp32, 0 or 1, equal on all ranks.
+        """
+        for noted in self._found_inf_per_device(optimizer).values():
+            noted.copy_(torch.maximum(noted, found.to(noted)))

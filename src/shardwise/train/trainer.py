@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -67,7 +68,8 @@ def run(config: Config) -> None:
     from the newest checkpoint. A run whose directory another launch is writing to is refused.
 
     Raises:
-        UserError: something in the configuration cannot be done, or the loss stopped being finite. Every rank raises.
+        UserError: something in the configuration cannot be done, or the loss or gradient norm stopped being finite.
+            Every rank raises.
     """
     check_wishes(config)
     with started() as ranks:
@@ -156,13 +158,7 @@ class Trainer:
         tokenizer = self.data.tokenizer
         self.text = TextShape(tokenizer.vocab_size, tokenizer.end_id, config.data.seq_len)
         saved = Checkpoints(RunDirectory(config.run_directory).checkpoints, config.checkpoint, ranks)
-        config, words = ranks.on_first(lambda: compute_dtype.settle(config, ranks.device, saved.peek()))
-        if words:
-            console.say(words)
-        self.config, self.outlook = auto.settle(config, self.text, ranks)
-        if self.outlook is not None:
-            console.say(self.outlook.words)
-
+        self.config, self.outlook = self._settled(saved)
         self.resumes = ranks.on_first(lambda: saved.has_any)
         """Whether the model's values will be loaded from a checkpoint."""
         console.say(sources_in_words(self.config, self.data.tokenizer, self.resumes))
@@ -183,7 +179,23 @@ class Trainer:
         self.last_read_s = -math.inf
         """Time at which a step's results were last read, in seconds of `time.perf_counter`."""
         self.step_times_s: list[float] = []
+        self.stopped = torch.zeros((), device=ranks.device)
+        """1 from the step that ends the run on, so that steps queued before it is read are not taken either; else 0."""
+        self.skipped_steps = 0
+        """Number of steps that left weights and optimizer state as they were, since the beginning of the run."""
         self.interruption = Interruption()
+
+    def _settled(self, saved: Checkpoints) -> tuple[Config, auto.Outlook | None]:
+        """Return the configuration with the compute dtype and the strategy that it leaves open, and the plan that chose
+        the strategy, if one did. Every rank must call this."""
+        ranks, config = self.ranks, self.config
+        config, words = ranks.on_first(lambda: compute_dtype.settle(config, ranks.device, saved.peek()))
+        if words:
+            self.console.say(words)
+        config, outlook = auto.settle(config, self.text, ranks)
+        if outlook is not None:
+            self.console.say(outlook.words)
+        return config, outlook
 
     def _optimizer(self) -> torch.optim.Optimizer:
         train = self.config.train
@@ -236,7 +248,7 @@ class Trainer:
         this rank at once.
 
         Raises:
-            UserError: the loss or the gradient norm is not finite.
+            UserError: the loss or the gradient norm is not finite and `train.on_nonfinite` is "stop".
             KeyboardInterrupt: the run was interrupted. If all ranks end together, this is an `Interrupted`.
         """
         train = self.config.train
@@ -299,6 +311,7 @@ class Trainer:
         self.evaluates_first = resumed.extra.get("evaluated") is False
         if resumed.extra.get("scaler"):
             self.scaler.load_state_dict(resumed.extra["scaler"])
+        self.skipped_steps = resumed.extra.get("skipped_steps", 0)
         for path in resumed.set_aside:
             self.console.say(f"a newer checkpoint is damaged and has been set aside: {path}")
         if resumed.step < train.steps:
@@ -322,6 +335,7 @@ class Trainer:
         extra = {
             "scaler": self.scaler.state_dict(),
             "evaluated": evaluated,
+            "skipped_steps": self.skipped_steps,
             "param_dtype": self.config.parallel.param_dtype,
         }
         checkpoints.save(step, self.model, self.optimizer, position, extra)
@@ -344,7 +358,7 @@ class Trainer:
         """Read, write and print all unread steps except the last `left` ones. Every rank must call this.
 
         Raises:
-            UserError: the loss or gradient norm of a step is not finite. Every rank raises.
+            UserError: the loss or gradient norm of a step is not finite and ends the run. Every rank raises.
         """
         while len(self.unread) > left:
             metrics = self._read(self.unread.popleft())
@@ -371,6 +385,7 @@ class Trainer:
             step_time_s=elapsed_s,
             memory=taken.memory,
             world_size=self.ranks.world_size,
+            skipped_steps=self.skipped_steps,
         )
 
     def _explained_step(self, step: int) -> None:
@@ -386,9 +401,12 @@ class Trainer:
         Gradients are reduced during each micro-batch's backward, so no full-size gradients are held between
         micro-batches; `sw.no_sync` would use that memory to send fewer bytes.
 
-        Nothing here waits for the device, with two exceptions. With fp16 loss scaling, `scaler.step` waits to learn
-        whether a gradient is infinite, unless AdamW is one fused kernel, which skips such a step on the device. And a
-        model's forward may wait: transformers models check there whether a row holds packed sequences.
+        If the loss or the gradient norm is not finite, weights and optimizer state stay as they are. The learning rate
+        and the data go on.
+
+        Nothing here waits for the device, with two exceptions. An optimizer that cannot skip a step on the device waits
+        to learn whether the loss and the gradient norm are finite; AdamW as one fused kernel can. And a model's forward
+        may wait: transformers models check there whether a row holds packed sequences.
 
         Args:
             step: counted from 0.
@@ -401,8 +419,7 @@ class Trainer:
         nll = self._accumulate(batches, StepWeights(target_tokens, len(batches), self.ranks.world_size))
         self.scaler.unscale_(self.optimizer)
         grad_norm = self._clip()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self._update(self._not_finite(nll, grad_norm))
         self.optimizer.zero_grad()
         self.interruption.agreed = self.ranks.count(self.interruption.asked) > 0
         peak = sw.memory(self.model).peak
@@ -414,17 +431,55 @@ class Trainer:
                 tokens=self.ranks.world_size * sum(batch.input_ids.size for batch in batches),
                 target_tokens=target_tokens,
                 nll=accelerators.fetched(nll),
-                grad_norm=grad_norm,
+                grad_norm=(lambda: None) if grad_norm is None else accelerators.fetched(grad_norm),
                 memory={kind: peak.get(kind) for kind in KINDS},
             )
         )
 
-    def _clip(self) -> Callable[[], float | None]:
-        """Clip the gradients. Returns a function that waits for the gradient norm and returns it; it returns None where
-        backward has taken the step, because then no global norm exists."""
+    def _clip(self) -> Tensor | None:
+        """Clip the gradients and return their norm before that (0-d, global). None where backward has taken the step,
+        because then no global norm exists."""
         if self.config.train.optimizer_in_backward:
-            return lambda: None
-        return accelerators.fetched(sw.clip_grad_norm_(self.model, self.config.train.clip or math.inf))
+            return None
+        return sw.clip_grad_norm_(self.model, self.config.train.clip or math.inf)
+
+    def _not_finite(self, nll: Tensor, grad_norm: Tensor | None) -> Tensor:
+        """Return 1 if the step must not be taken, because a rank's loss or the gradient norm is not finite or the run
+        is about to end; else 0. Waits for no device. Every rank must call this.
+
+        Args:
+            nll: this rank's summed negative log-likelihood, 0-d.
+            grad_norm: 0-d, global; None where backward has taken the step.
+
+        Returns:
+            0-d fp32 on this rank's device, equal on all ranks.
+        """
+        ends = torch.isfinite(nll).logical_not().float()
+        if self.ranks.world_size > 1:
+            dist.all_reduce(ends, dist.ReduceOp.MAX)
+        skips = ends
+        if grad_norm is not None:
+            skips = torch.maximum(ends, torch.isfinite(grad_norm).logical_not().to(ends))
+        if self.config.train.on_nonfinite == "stop":
+            self.stopped = torch.maximum(self.stopped, ends if self.scaler.is_enabled() else skips)
+            skips = torch.maximum(skips, self.stopped)
+        return skips
+
+    def _update(self, skips: Tensor) -> None:
+        """Take the optimizer's step unless `skips` (0-d fp32) is 1. Every rank must call this."""
+        optimizer = self.optimizer
+        if self.scaler.is_enabled():
+            self.scaler.note_found(optimizer, skips)
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        elif getattr(optimizer, "_step_supports_amp_scaling", False):  # by torch's protocol between scaler and kernel
+            optimizer.found_inf = skips  # type: ignore[attr-defined]
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+        elif self.config.train.optimizer_in_backward or not skips.item():
+            optimizer.step()
 
     def _accumulate(self, batches: tuple[MicroBatch, ...], weights: StepWeights) -> Tensor:
         """Run forward and backward of every micro-batch; return this rank's summed negative log-likelihood (0-d
@@ -437,19 +492,28 @@ class Trainer:
         return nll
 
     def _check_finite(self, step: int, loss: float, grad_norm: float | None) -> None:
-        """Raise UserError if training has diverged. Both numbers are global, so all ranks decide alike. By now the step
-        has been taken, and perhaps the next one too, but no step is evaluated, saved or exported before this check.
+        """Count a step that was not taken because its loss or gradient norm is not finite, or raise UserError, as
+        `train.on_nonfinite` says. Both numbers are global, so all ranks decide alike.
 
-        With a loss scaler, an infinite gradient norm is no error: the scaler skips such steps while it looks for its
-        scale.
+        With a loss scaler, an infinite gradient norm ends no run: the scaler skips such steps while it looks for its
+        scale. Where backward takes the steps, the step has been taken by now.
         """
-        if math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm) or self.scaler.is_enabled()):
+        norm_is_finite = grad_norm is None or math.isfinite(grad_norm)
+        if math.isfinite(loss) and norm_is_finite:
             return
-        norm = "" if grad_norm is None else f", gradient norm {grad_norm:g}"
-        raise UserError(
-            f"step {step}: loss {loss:g}{norm}: training has diverged; "
-            f"lower train.lr ({self.config.train.lr:g}), raise train.warmup_steps or set train.clip"
-        )
+        train = self.config.train
+        found = f"step {step}: loss {loss:g}" + ("" if grad_norm is None else f", gradient norm {grad_norm:g}")
+        searching = self.scaler.is_enabled() and math.isfinite(loss)
+        if train.on_nonfinite == "stop" and not searching:
+            kept = "" if train.optimizer_in_backward else f"; weights and optimizer state are those of step {step - 1}"
+            skip = "" if train.optimizer_in_backward else ', or skip such steps with train.on_nonfinite = "skip"'
+            raise UserError(
+                f"{found}: training has diverged; lower train.lr ({train.lr:g}), raise train.warmup_steps or "
+                f"set train.clip{skip}{kept}"
+            )
+        self.skipped_steps += 1
+        if not searching:
+            self.console.say(f"{found}: the step is skipped ({self.skipped_steps} so far)")
 
     def _evaluate(self, step: int, writer: MetricsWriter | None) -> bool:
         """Evaluate on the held-out rows, if there are any. Returns False if the evaluation was interrupted."""

@@ -1,4 +1,5 @@
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +26,19 @@ def test_a_step_is_one_object_with_the_promised_keys(tmp_path: Path) -> None:
         {
             "step": 1, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.7, "tokens": 1024, "tokens_per_s": 512.0,
             "step_time_s": 2.0, "memory": {"param_shards": 100, "optimizer": 200, "activations": None}, "world_size": 2,
+            "skipped_steps": 0,
         }
     ]  # fmt: skip
     assert lines(tmp_path / "e.jsonl") == [{"step": 1, "loss": 3.25, "tokens": 999}]
+
+
+def test_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "m.jsonl", tmp_path / "e.jsonl", flush_every=1) as writer:
+        writer.step(replace(metrics(1), loss=math.nan, grad_norm=math.inf))
+    text = (tmp_path / "m.jsonl").read_text()
+    assert '"loss": null' in text
+    assert '"grad_norm": null' in text
+    assert "NaN" not in text
 
 
 def test_steps_reach_the_disk_every_so_often(tmp_path: Path) -> None:

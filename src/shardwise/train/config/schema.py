@@ -195,6 +195,9 @@ class TrainConfig(Section):
     Requires `clip = 0`, one micro-batch per step and no fp16; no gradient norm is reported."""
     clip_units: NonNegativeFloat = 0.0
     """The largest gradient norm of each unit by itself, with `optimizer_in_backward`; 0 = no clipping."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What happens if the loss or the gradient norm is not finite. It is found before the optimizer's step, which is
+    then not taken: "stop" ends the run; "skip" goes on with the next batch, and counts the step in `metrics.jsonl`."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations; 0 = after the last step only."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -219,6 +222,11 @@ class TrainConfig(Section):
             raise ValueError(
                 "clip_units needs optimizer_in_backward = true; without it, use clip, which has the norm of all "
                 "gradients"
+            )
+        if self.optimizer_in_backward and self.on_nonfinite == "skip":
+            raise ValueError(
+                'on_nonfinite = "skip" with optimizer_in_backward: steps are taken before it is known whether all '
+                "gradients are finite; leave one of them out"
             )
         return self
 

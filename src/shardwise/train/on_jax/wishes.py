@@ -16,6 +16,7 @@ def check_wishes(config: Config) -> None:
     without = ParallelConfig()
     found = {
         f'train.optimizer = "{train.optimizer}"': train.optimizer != "adamw",
+        f'train.on_nonfinite = "{train.on_nonfinite}"': train.on_nonfinite != "stop",
         "train.optimizer_in_backward": train.optimizer_in_backward,
         f'train.activation_checkpointing = "{train.activation_checkpointing}"': train.activation_checkpointing
         not in REMAT,

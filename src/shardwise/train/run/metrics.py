@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from shardwise.train.config.schema import Config
 from shardwise.train.run.boards import Board, open_boards
@@ -16,10 +17,10 @@ from shardwise.train.run.directory import RunDirectory
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
     """Metrics of one optimizer step, over all ranks unless stated otherwise. The fields are the keys in
-    `metrics.jsonl`."""
+    `metrics.jsonl`, where a number that is not finite is null."""
 
     step: int
-    """Number of optimizer steps taken, this one included: counted from 1."""
+    """Number of the step, skipped ones included: counted from 1."""
     loss: float
     """Mean negative log-likelihood over the step's target tokens of all ranks, in nats, before the update."""
     lr: float
@@ -32,6 +33,9 @@ class StepMetrics:
     memory: Mapping[str, int | None]
     """Rank 0's bytes by kind, each kind at its own highest so far; None for a kind that was not measured."""
     world_size: int
+    skipped_steps: int = 0
+    """Number of steps so far, this one included, that left weights and optimizer state as they were, because the loss
+    or the gradient norm was not finite."""
 
 
 _SHOWN = ("loss", "lr", "grad_norm", "tokens_per_s", "step_time_s")
@@ -56,7 +60,8 @@ class MetricsWriter:
 
     def step(self, metrics: StepMetrics) -> None:
         """Write one step."""
-        self._steps.write(json.dumps(asdict(metrics)) + "\n")
+        row = {name: _finite(value) for name, value in asdict(metrics).items()}
+        self._steps.write(json.dumps(row) + "\n")
         if metrics.step % self._flush_every == 0:
             self._steps.flush()
         if self._boards:
@@ -90,6 +95,11 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _finite(value: Any) -> Any:
+    """Return a value as it is, or None for a number that JSON has no word for."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def open_writer(directory: RunDirectory, config: Config, first_step: int, say: Callable[[str], None]) -> MetricsWriter:

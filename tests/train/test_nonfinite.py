@@ -1,0 +1,213 @@
+"""A loss or gradient norm that is not finite: it is found before the step, which every rank then leaves out."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import latest
+from shardwise.errors import ConfigError, UserError
+from shardwise.sharded.parameter import ShardedParameter
+from shardwise.train import trainer
+from shardwise.train.config.files import load
+from tests.ranks import RankPools
+from tests.train.test_no_waits import train
+from tests.train.test_trainer import TINY, read
+
+LAST = -1
+"""The last rank."""
+SKIP = "train.on_nonfinite=skip"
+SHORT = ("train.eval_every=0", "data.eval_fraction=0", "train.schedule=constant")
+Snapshot = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "texts").mkdir()
+    for i in range(20):
+        (tmp_path / "texts" / f"{i}.txt").write_text(
+            f"the {i} quick brown foxes jump over {i} lazy dogs. " * (1 + i % 5)
+        )
+    (tmp_path / "tiny.toml").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def snapshot(run: trainer.Trainer) -> Snapshot:
+    """Return copies of this rank's weights and optimizer state."""
+    held: dict[str, Tensor] = dict(run.model.named_parameters())
+    names = {id(parameter): name for name, parameter in held.items()}
+    for parameter, state in run.optimizer.state.items():
+        held |= {f"{names[id(parameter)]}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+    return {k: (v.local if isinstance(v, ShardedParameter) else v).detach().clone() for k, v in held.items()}
+
+
+def same(one: Snapshot, other: Snapshot) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+class Watched:
+    """What a run that is poisoned at one step does with its weights and optimizer state."""
+
+    def __init__(self) -> None:
+        self.states: list[Snapshot] = []
+        """Before the first step, and after each."""
+        self.run: trainer.Trainer | None = None
+
+    @property
+    def unchanged(self) -> list[int]:
+        """The steps that changed nothing, counted from 1."""
+        return [i for i in range(1, len(self.states)) if same(self.states[i - 1], self.states[i])]
+
+
+@contextmanager
+def poisoned(what: str, step: int, rank: int = 0) -> Iterator[Watched]:
+    """Make the loss NaN, or a number of the reduced gradients infinite, on one rank in one step (counted from 1)."""
+    now, watched = [0], Watched()
+    take, accumulate, update = trainer.Trainer.step, trainer.Trainer._accumulate, trainer.Trainer._update
+
+    def taken(self: trainer.Trainer, number: int) -> None:
+        now[0] = number + 1
+        take(self, number)
+
+    def accumulated(self: trainer.Trainer, *args: Any) -> Tensor:
+        nll = accumulate(self, *args)
+        if now[0] != step or self.ranks.rank != rank % self.ranks.world_size:
+            return nll
+        if what == "loss":
+            return nll * math.nan
+        gradients = (p.grad for p in self.model.parameters() if isinstance(p.grad, ShardedParameter))
+        next(g.local for g in gradients if g.local.numel()).view(-1)[0] = math.inf
+        return nll
+
+    def updated(self: trainer.Trainer, skips: Tensor) -> None:
+        watched.run = self
+        if not watched.states:
+            watched.states.append(snapshot(self))
+        update(self, skips)
+        watched.states.append(snapshot(self))
+
+    with (
+        mock.patch.object(trainer.Trainer, "step", taken),
+        mock.patch.object(trainer.Trainer, "_accumulate", accumulated),
+        mock.patch.object(trainer.Trainer, "_update", updated),
+    ):
+        yield watched
+
+
+def skip_here(folder: Path, what: str, *overrides: str) -> tuple[list[int], str]:
+    """Train with step 3 poisoned on the last rank. Returns the steps that changed nothing on this rank, and what it
+    printed."""
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed), poisoned(what, 3, LAST) as watched:
+        trainer.run(load("tiny.toml", [SKIP, *SHORT, *overrides]))
+    return watched.unchanged, printed.getvalue()
+
+
+def stop_here(folder: Path, what: str) -> tuple[int, bool, str]:
+    """As `skip_here`, but the run stops. Returns how many steps were begun, whether the state at the end is that after
+    two, and the error."""
+    with contextlib.chdir(folder), poisoned(what, 3, LAST) as watched, pytest.raises(UserError) as error:
+        trainer.run(load("tiny.toml", [*SHORT, "checkpoint.every=1"]))
+    assert watched.run is not None
+    return len(watched.states) - 1, same(snapshot(watched.run), watched.states[2]), str(error.value)
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients"])
+def test_a_skipped_step_leaves_weights_and_state_of_all_ranks(folder: Path, ranks: RankPools, what: str) -> None:
+    results = ranks(2).run(skip_here, folder, what, timeout_s=120)
+    assert [unchanged for unchanged, _ in results] == [[3], [3]]
+    loss = "loss nan" if what == "loss" else "loss "
+    assert any(
+        line.startswith(f"step 3: {loss}") and "is skipped (1 so far)" in line for line in results[0][1].split("\n")
+    )
+    rows = read("runs/tiny/metrics.jsonl")
+    assert [row["skipped_steps"] for row in rows] == [0, 0, 1, 1, 1, 1]
+    assert [row["loss"] is None for row in rows] == [what == "loss" and step == 3 for step in range(1, 7)]
+    assert [row["grad_norm"] is None for row in rows] == [what == "gradients" and step == 3 for step in range(1, 7)]
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients"])
+def test_a_run_stops_before_the_step_is_taken(folder: Path, ranks: RankPools, what: str) -> None:
+    for begun, kept, error in ranks(2).run(stop_here, folder, what, timeout_s=120):
+        assert begun == 3
+        assert kept
+        assert error.startswith("step 3: loss nan" if what == "loss" else "step 3: loss ")
+        assert "gradient norm inf" in error or what == "loss"
+        assert "training has diverged; lower train.lr (0.01)" in error
+        assert error.endswith('train.on_nonfinite = "skip"; weights and optimizer state are those of step 2')
+    newest = latest("runs/tiny")
+    assert newest is not None
+    assert newest.name == "step-000002"
+    assert [row["step"] for row in read("runs/tiny/metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients"])
+@pytest.mark.parametrize("override", ["train.clip=0.5", "train.clip=0"])
+def test_on_a_device_no_step_waits_and_none_is_taken_after_the_bad_one(folder: Path, what: str, override: str) -> None:
+    """The host learns of step 3 when step 4 is queued: neither is taken."""
+    with poisoned(what, 3) as watched, pytest.raises(UserError, match="step 3"):
+        train(folder, *SHORT, override)
+    assert watched.run is not None
+    assert watched.unchanged == [3, 4]
+    assert same(snapshot(watched.run), watched.states[2])
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("train.optimizer=adamw-bf16",),
+        ("train.optimizer=adamw-8bit",),
+        ("train.optimizer=muon",),
+        ("parallel.param_dtype=fp16",),
+        ("offload.optimizer=nvme", "offload.params=nvme", "offload.path=."),
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_every_optimizer_can_leave_out_a_step(folder: Path, what: str, overrides: tuple[str, ...]) -> None:
+    assert skip_here(folder, what, *overrides)[0] == [3]
+
+
+def test_a_run_that_skipped_a_step_resumes_as_if_it_had_not_ended(folder: Path) -> None:
+    skip_here(folder, "loss", "log.name=whole")
+    skip_here(folder, "loss", "log.name=parts", "train.steps=4", "checkpoint.every=4")
+    trainer.run(load("tiny.toml", [SKIP, *SHORT, "log.name=parts"]))
+    whole, parts = (
+        [
+            {key: value for key, value in row.items() if "_s" not in key[-4:]}
+            for row in read(f"runs/{name}/metrics.jsonl")
+        ]
+        for name in ("whole", "parts")
+    )
+    assert parts == whole
+    assert parts[-1]["skipped_steps"] == 1
+    weights = [Path(f"runs/{name}/final/model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert weights[0] == weights[1]
+
+
+def test_the_learning_rate_goes_on_over_a_skipped_step(folder: Path) -> None:
+    skip_here(folder, "loss", "train.schedule=linear")
+    lrs = [row["lr"] for row in read("runs/tiny/metrics.jsonl")]
+    assert lrs == sorted(set(lrs), reverse=True)
+
+
+def test_a_loss_in_fp16_that_is_not_finite_still_ends_the_run(folder: Path) -> None:
+    with poisoned("loss", 3) as watched, pytest.raises(UserError, match="step 3: loss nan"):
+        trainer.run(load("tiny.toml", [*SHORT, "parallel.param_dtype=fp16"]))
+    assert watched.unchanged == [3]
+
+
+def test_skipping_needs_a_norm() -> None:
+    with pytest.raises(ConfigError, match="steps are taken before it is known whether all gradients are finite"):
+        load("tiny.toml", [SKIP, "train.optimizer_in_backward=true", "train.clip=0", "train.global_batch=2"])
