@@ -236,7 +236,7 @@ def _with_leaves(run_backward: RunBackward) -> RunBackward:
 
 def _leaves(item: Any) -> tuple[Any, ...]:
     """Return where gradients of a sharded parameter arrive: at the leaf that modules computed with, and at the outer
-    face for a penalty in the loss. Anything else is returned as it is."""
+    face if it was read outside its module's forward. Anything else is returned as it is."""
     inner: Tensor | None = item.inner if type(item) is ShardedParameter else None
     return (item,) if inner is None else (inner, item)
 
