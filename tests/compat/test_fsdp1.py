@@ -249,35 +249,25 @@ def test_state_of_optimizers_goes_every_way(recomputed: bool) -> None:
     optimizer.step()
     name, parameter = "enter.weight", model.enter.weight
     moment = optimizer.state[parameter]["exp_avg"].full_tensor()
-    full = FSDP.full_optim_state_dict(model, optimizer)
-    assert bool(full) == (dist.get_rank() == 0)
-    everywhere = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-    assert [*everywhere["state"]] == [name for name, _ in Net().named_parameters()]
-    assert torch.equal(everywhere["state"][name]["exp_avg"], moment)
-    by_number = FSDP.rekey_optim_state_dict(everywhere, ours.OptimStateKeyType.PARAM_ID, model)
-    assert torch.equal(by_number["state"][0]["exp_avg"], moment)
-    plain = torch.optim.AdamW(seeded(Net).parameters())
-    plain.load_state_dict(by_number)
-    by_name = FSDP.rekey_optim_state_dict(by_number, ours.OptimStateKeyType.PARAM_NAME, model, optim=optimizer)
-    assert list(by_name["state"]) == list(everywhere["state"])
-    assert by_name["param_groups"] == everywhere["param_groups"]
-    for state in (
-        FSDP.shard_full_optim_state_dict(everywhere, model, optim=optimizer),
-        FSDP.scatter_full_optim_state_dict(full or None, model, optim=optimizer),
-        FSDP.flatten_sharded_optim_state_dict(FSDP.sharded_optim_state_dict(model, optimizer), model, optimizer),
-    ):
-        fresh = torch.optim.AdamW(model.parameters())
-        fresh.load_state_dict(state)
+    full, sharded = ours.StateDictType.FULL_STATE_DICT, ours.StateDictType.SHARDED_STATE_DICT
+    kinds = [
+        (full, ours.FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True)),
+        (full, ours.FullOptimStateDictConfig(rank0_only=True)),
+        (full, ours.FullOptimStateDictConfig()),
+        (sharded, ours.ShardedOptimStateDictConfig()),
+    ]
+    for kind, options in kinds:
+        with FSDP.state_dict_type(model, kind, None, options):
+            state = FSDP.optim_state_dict(model, optimizer)
+            alone = getattr(options, "rank0_only", False)
+            assert bool(state) == (not alone or dist.get_rank() == 0)
+            if state:
+                assert [*state["state"]] == [name for name, _ in Net().named_parameters()]
+            if state and kind is full:
+                assert torch.equal(state["state"][name]["exp_avg"], moment)
+            fresh = torch.optim.AdamW(model.parameters())
+            FSDP.optim_state_dict_to_load(model, fresh, state, load_directly=True)
         assert torch.equal(fresh.state[parameter]["exp_avg"].full_tensor(), moment)
-    options = ours.FullOptimStateDictConfig(rank0_only=True)
-    with FSDP.state_dict_type(model, ours.StateDictType.FULL_STATE_DICT, None, options):
-        alone = FSDP.optim_state_dict(model, optimizer)
-        assert bool(alone) == (dist.get_rank() == 0)
-        fresh = torch.optim.AdamW(model.parameters())
-        FSDP.optim_state_dict_to_load(model, fresh, alone, load_directly=True)
-    assert torch.equal(fresh.state[parameter]["exp_avg"].full_tensor(), moment)
-    with pytest.raises(UsageError, match="pass optim="):
-        FSDP.shard_full_optim_state_dict(everywhere, model)
 
 
 def sharded_checkpoint(path: str) -> None:
@@ -371,9 +361,12 @@ def test_every_name_and_argument_of_torchs_is_there() -> None:
     theirs = torchs.FullyShardedDataParallel
     pairs = [(theirs.__init__, FSDP.__init__), (torchs_scaler.ShardedGradScaler, ours.ShardedGradScaler)]
     inherited = {name for name, _ in inspect.getmembers(nn.Module, inspect.isfunction)} - {"apply"}
+    kinds = ("full", "sharded", "shard_full", "scatter_full", "flatten_sharded", "rekey")
+    deprecated = {f"{kind}_optim_state_dict" for kind in kinds}
     for name, method in inspect.getmembers(theirs, inspect.isfunction):
-        if not name.startswith("_") and name not in inherited:
+        if not name.startswith("_") and name not in inherited | deprecated:
             pairs.append((method, getattr(FSDP, name)))
-    assert len(pairs) > 15
+    assert len(pairs) > 10
+    assert not any(hasattr(FSDP, name) for name in deprecated)
     for method, mine in pairs:
         assert list(inspect.signature(mine).parameters) == list(inspect.signature(method).parameters), method

@@ -61,6 +61,17 @@ def ours(**options: Any) -> Script:
     return Script(Accelerator(shardwise_plugin=ShardwisePlugin(**options), gradient_accumulation_steps=2))
 
 
+@pytest.mark.parametrize("model_first", [True, False])
+@on_ranks(2)
+def test_an_optimizer_that_was_built_first_is_handed_over(model_first: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for made in (model, optimizer) if model_first else (optimizer, model):
+        accelerator.prepare(made)
+    assert optimizer.param_groups[0]["params"] == [*model.parameters()]
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @on_ranks(2)
 def test_losses_are_those_of_the_stock_accelerator(strategy: str) -> None:

@@ -139,14 +139,6 @@ def test_sums_other_divisors_and_hooks() -> None:
 
 
 @on_ranks(2)
-def test_penalties_are_divided_alike() -> None:
-    model: Any = sw.shard(seeded(Net), units={Block})
-    divide_gradients(model, 1.0)
-    model.enter.weight.square().sum().backward()
-    torch.testing.assert_close(model.enter.weight.grad.full_tensor(), 2 * 2 * seeded(Net).enter.weight)
-
-
-@on_ranks(2)
 def test_no_shard_accumulates_where_replicas_are_not_asked() -> None:
     model = sw.shard(seeded(Net), "no_shard", units={Block})
     sync_replicas(model, False)

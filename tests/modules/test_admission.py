@@ -68,17 +68,6 @@ def test_sharding_inside_unsharded_is_refused() -> None:
         sw.shard(model)
 
 
-def test_an_optimizer_built_on_meta_before_sharding_is_given_the_sharded_parameters() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    sw.shard(model)
-    before = model.weight.full_tensor()  # type: ignore[operator]
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    assert torch.equal(model.weight.full_tensor(), before - 0.5 * 2.0)  # type: ignore[operator]
-
-
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 

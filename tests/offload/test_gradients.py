@@ -167,11 +167,6 @@ class Turning(Block):
         return super().forward(turned.reshape(x.shape) * self.scale.float())
 
 
-def penalised(model: nn.Module, x: Tensor) -> Tensor:
-    """A loss that reads weights outside their units' forwards."""
-    return squares(model, x) + 0.1 * sum(p.square().sum() for p in model.parameters())  # type: ignore[return-value]
-
-
 class Rotated(Net):
     """Complex parameters in every block, and a vector in fp64."""
 
@@ -198,16 +193,15 @@ def trained(
 @pytest.mark.parametrize(
     ("build", "loss", "precision"),
     [
-        (Net, penalised, {}),
         (Rotated, squares, {}),
         (Net, squares, {"param": "bf16", "reduce": "fp32"}),
         (Net, squares, {"param": "bf16", "reduce": "bf16"}),
         (Net, squares, {"master": "bf16", "param": "bf16"}),
     ],
-    ids=["penalty", "dtypes", "reduced in fp32", "reduced in bf16", "bf16 masters"],
+    ids=["dtypes", "reduced in fp32", "reduced in bf16", "bf16 masters"],
 )
 @on_ranks(2)
-def test_penalties_and_dtypes(build: Callable[[], nn.Module], loss: Any, precision: dict[str, Any]) -> None:
+def test_dtypes(build: Callable[[], nn.Module], loss: Any, precision: dict[str, Any]) -> None:
     full, _ = trained(None, build, loss, sw.Precision(**precision))
     for place in (ALONE, PLACES["both too"]):
         offloaded, races = trained(sw.Offload(pin=False, **place), build, loss, sw.Precision(**precision))

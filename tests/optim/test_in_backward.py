@@ -136,23 +136,11 @@ def optimizer_like(twins: Twins) -> Callable[[Any], torch.optim.Optimizer]:
     return adamw if isinstance(twins.optimizers[1], torch.optim.AdamW) else momentum
 
 
-def penalised(model: nn.Module, x: Tensor) -> Tensor:
-    decay = sum(p.square().sum() for p in model.parameters() if p.ndim == 2)
-    return squares(model, x) + 1e-2 * decay
-
-
 @pytest.mark.parametrize(("build", "loss"), [(Late, squares), (Net, two_forwards), (Late, two_forwards)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(1, 2)
 def test_gradients_that_come_late_or_in_parts(strategy: str, build: Callable[[], nn.Module], loss: Any) -> None:
     twins = Twins(build, loss, strategy=strategy)
-    in_backward(twins)
-    check_closely(twins)
-
-
-@on_ranks(2)
-def test_a_penalty_on_parameters() -> None:
-    twins = Twins(Net, penalised)
     in_backward(twins)
     check_closely(twins)
 

@@ -125,20 +125,25 @@ def test_empty_tensors() -> None:
     on_threads(2, rank)
 
 
-def test_a_norms_gradient_is_the_whole_ones() -> None:
-    (whole,) = randn((4, 6))
-    leaf = whole.clone().requires_grad_()
-    leaf.norm().backward()
-    assert leaf.grad is not None
+@pytest.mark.parametrize(
+    "loss",
+    [
+        torch.norm,
+        lambda p: p.pow(2).sum(),
+        torch.std,
+        lambda p: p.var(unbiased=False),
+        lambda p: torch.dot(p, p.detach()),
+    ],
+    ids=["norm", "squares", "std", "var", "dot"],
+)
+def test_a_gradient_is_refused(loss: Callable[[Tensor], Tensor]) -> None:
+    """Each rank would give it a coefficient of its own."""
 
     def rank(group: Any) -> None:
-        parameter = nn.Parameter(cut(group, [whole])[0])
-        parameter.norm().backward()
-        assert isinstance(parameter.grad, ShardedParameter)
-        torch.testing.assert_close(parameter.grad.full_tensor(), leaf.grad)
-        parameter.grad = None
-        parameter.pow(2).sum().backward()
-        torch.testing.assert_close(parameter.grad.full_tensor(), 2 * whole)
+        parameter = nn.Parameter(cut(group, randn((24,)))[0])
+        with pytest.raises(UsageError, match="the loss computes with the sharded parameter 'p0'"):
+            loss(parameter).backward()
+        assert parameter.grad is None
 
     on_threads(2, rank)
 
@@ -307,27 +312,6 @@ def test_inner_products_that_pieces_do_not_give() -> None:
             torch.inner(one, one)
 
     on_threads(2, rank)
-
-
-def test_gradients_of_spreads_and_inner_products() -> None:
-    vector, other = randn((7,), (7,))
-    leaf = vector.clone().requires_grad_()
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return x.std() + 2 * x.var(unbiased=False) + torch.dot(x, y)
-
-    loss(leaf, other).backward()
-    assert leaf.grad is not None
-    expected = leaf.grad
-
-    def rank(group: Any) -> None:
-        a, b = _alike(group, vector, other)
-        parameter = nn.Parameter(a)
-        loss(parameter, b).backward()
-        assert isinstance(parameter.grad, ShardedParameter)
-        torch.testing.assert_close(parameter.grad.full_tensor(), expected)
-
-    on_threads(3, rank)
 
 
 def surgery(model: nn.Module) -> dict[str, list[Tensor]]:

@@ -1,11 +1,8 @@
 """Reductions that are not written into the shard's gradient directly: sums in the shard group that wait for the
-replicas, sums that a user's hook sees first, and gradients of penalties, which arrive as this rank's piece."""
+replicas, and sums that a user's hook sees first."""
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from shardwise.comm.protocol import Collectives
 from shardwise.engine.in_flight import Flight, InFlight
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.units.arena import Slot
@@ -34,12 +31,3 @@ def start_apart(unit: Unit, slot: Slot[Unit], label: int, mesh: Mesh, in_flight:
         works = [replicate.all_reduce(own, after=scattered, label=label) for own in apart.slices]
         in_flight.append(Flight(unit, None, works, apart.slices))
     apart.wait(waits)
-
-
-def mean_over_replicas(piece: Tensor, replicate: Collectives, label: int) -> Tensor:
-    """Return a copy of this rank's piece, averaged over the replicas. Every rank must call this."""
-    piece = piece.detach().clone()
-    if replicate.world_size > 1:
-        replicate.all_reduce(piece, label=label).wait()
-        piece.div_(replicate.world_size)
-    return piece

@@ -20,9 +20,9 @@ from shardwise.engine.units.gradients import Fate
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.offload.step import step_with_stores
+from shardwise.sharded.in_backward import hooks_run
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.partial_step import Selected, by_owner
-from shardwise.sharded.penalties import hooks_run
 
 Clip = Callable[[Sequence[ShardedParameter]], object]
 """Scales the gradients of one unit's parameters. Every rank must call it."""
@@ -86,7 +86,6 @@ class BackwardSteps:
             flags = unit.gradients.fates() + bytes([_awaits_more(unit)])
             *fates, awaits_more = self._control.agree(Moment.UNIT_REDUCED, flags)
             if not awaits_more and Fate.WAITS not in fates:
-                unit.gradients.add_penalties()
                 with hooks_run():
                     unit.gradients.hand_out(fates)
                     self.step(unit, fates)

@@ -511,11 +511,6 @@ class Engine:
         """Note that an optimizer has updated a unit: all ranks must have done so when they next agree."""
         self.control.note_step()
 
-    def on_penalty(self, unit: Unit, key: Key, piece: Tensor) -> None:
-        """Take a gradient that autograd computed for the outer face of a parameter. Every rank must call this."""
-        self.begin_backward()
-        self.reducer.add_penalty(unit, key, piece)
-
     def _finish_backward(self) -> None:
         """End this backward, once autograd is done: pass the moments left, reduce the rest and hand out gradients."""
         self.backward = Backward.ENDING

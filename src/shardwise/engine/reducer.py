@@ -31,7 +31,7 @@ from torch import Tensor
 
 from shardwise.comm.protocol import FINISHED, Reduction, Work
 from shardwise.comm.summation import BatchedAddition, ScaledAddition
-from shardwise.engine.apart_reductions import lies_apart, mean_over_replicas, start_apart
+from shardwise.engine.apart_reductions import lies_apart, start_apart
 from shardwise.engine.backward_steps import BackwardSteps
 from shardwise.engine.control import Control, Moment
 from shardwise.engine.in_flight import Flight, InFlight
@@ -43,7 +43,7 @@ from shardwise.engine.units.group import Group
 from shardwise.engine.units.settings import MEAN, Reducing
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
-from shardwise.sharded.penalties import hooks_run
+from shardwise.sharded.in_backward import hooks_run
 
 
 class Reducer:
@@ -104,15 +104,6 @@ class Reducer:
         unit.gradients.add(key, grad)
         self._collectives.advance()
 
-    def add_penalty(self, unit: Unit, key: Key, piece: Tensor) -> None:
-        """Add a penalty's gradient: this rank's piece of the mean over its shard group. Every rank must call this."""
-        if self._mesh.world_size > 1:
-            self._control.note(self._control.reduce_label(unit.index))
-        mean = mean_over_replicas(piece, self._mesh.replicate, self._control.reduce_label(unit.index))
-        if unit.gradients.reducing.divisor is not None:
-            mean.mul_(self._mesh.world_size / unit.gradients.reducing.divisor)
-        unit.gradients.add_penalty(key, mean)
-
     def reduce(self, unit: Unit) -> None:
         """Start to reduce the unit's slot, if it has one; missing gradients count as zeros. The reduction is waited for
         when the slot is needed again or backward ends. `no_sync` leaves everything in the slot."""
@@ -159,7 +150,6 @@ class Reducer:
                 if unit.gradients.apart is not None and unit.gradients.apart.is_waiting:
                     unit.gradients.keep_apart(fates)
                 else:
-                    unit.gradients.add_penalties()
                     unit.gradients.hand_out(fates)
                     self.steps.step(unit, fates)
         self.steps.end()

@@ -32,6 +32,7 @@ from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.saving import save
 from shardwise.engine.lookup import engine_of
 from shardwise.engine.setup.shard import shard
+from shardwise.engine.setup.torch_patches import give_sharded_parameters
 from shardwise.errors import UsageError
 from shardwise.integrations import fsdp_settings
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
@@ -181,11 +182,15 @@ class Accelerator(accelerate.Accelerator):
         if engine_of(model) is None:
             bare: nn.Module = getattr(model, "_orig_mod", model)  # after torch.compile(model)
             self.shardwise_plugin.shard(bare, self.mixed_precision if self.native_amp else "no")
+            for prepared_first in self._optimizers:
+                give_sharded_parameters(prepared_first.optimizer)
         prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return prepared  # evaluation_mode=True: not wrapped in DDP
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Prepare an optimizer as Accelerate does. The optimizer state is allocated where the shards are."""
+        """Prepare an optimizer as Accelerate does, also one that was built before its model was sharded. The optimizer
+        state is allocated where the shards are."""
+        give_sharded_parameters(optimizer)
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     @contextmanager

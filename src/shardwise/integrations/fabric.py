@@ -20,6 +20,7 @@ except ImportError as error:
     ) from error
 
 from shardwise.engine.lookup import engine_of
+from shardwise.engine.setup.torch_patches import give_sharded_parameters
 from shardwise.errors import UsageError
 from shardwise.integrations import lightning_common
 from shardwise.model_tools.reduction import no_sync
@@ -55,6 +56,11 @@ class ShardwiseStrategy(DDPStrategy):
         if (scaler := getattr(self.precision, "scaler", None)) is not None:
             self.precision.scaler = lightning_common.scaler_for_shards(scaler, self.root_device)
         return _Called(module)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Give the optimizer, which scripts build before `fabric.setup`, the sharded parameters."""
+        give_sharded_parameters(optimizer)
+        return optimizer
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the state under the module's own names, without a wrapper's prefix."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shardwise.errors import NotOnPiecesError, UsageError
-from shardwise.sharded import penalties
 from shardwise.sharded.at_rest import pieces_of
+from shardwise.sharded.in_backward import are_in_backward, refuse_penalty
 from shardwise.sharded.parameter import (
     Handler,
     ShardedParameter,
@@ -81,7 +81,7 @@ class _Elementwise:
 
     def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         first = args[0] if args and type(args[0]) is ShardedParameter else first_sharded(args, kwargs)
-        if self._converts or first.is_read or first._origin is not None:
+        if self._converts or first.is_read or first._origin is not None or torch.is_grad_enabled():
             self._check_whole(first)
         written = [args[i] for i in self._positions] + [kwargs[name] for name in self._keywords]
         if any(type(target) is not ShardedParameter for target in written):
@@ -98,11 +98,12 @@ class _Elementwise:
 
     def _check_whole(self, first: ShardedParameter) -> None:
         """Raise NotOnPiecesError if the operation would work on a piece but what follows needs the whole: a conversion
-        in a forward (`head.weight.float()`), or the backward formula of an operation that was computed on the whole."""
+        in a forward (`head.weight.float()`), one that autograd records there, or the backward formula of one that was
+        computed on the whole."""
         face = first.face
         if face is None or face.unit is None or not face.unit.is_running:
             return
-        if self._converts or (face.is_read and penalties.are_in_backward()):
+        if self._converts or first.trains or (face.is_read and are_in_backward()):
             raise NotOnPiecesError(f"the piece of {face.fqn!r} is not enough here")
 
 
@@ -143,8 +144,8 @@ def _piece(value: Any, first: ShardedParameter, func: OpOverload) -> Any:
         return value.local if value.home is None else value.peek()
     if type(value) in _NUMBERS or not isinstance(value, Tensor):
         return value
-    if penalties.are_in_backward():
-        return penalties.meeting(value, first.placement)
+    if are_in_backward():  # a number, too, is this rank's own coefficient
+        refuse_penalty(first.fqn)
     if value.ndim > min(first.ndim, 1) or value.numel() != 1:
         _not_a_number(first.placement, value, func)
     # Among 0-d tensors dtypes promote as equals; a 0-d parameter's piece is 1-D, so its partners must be too.

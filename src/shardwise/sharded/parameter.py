@@ -26,7 +26,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import NotOnPiecesError, UsageError
 from shardwise.layout.fragment import Fragment
-from shardwise.sharded import dcp_chunks, penalties, whole
+from shardwise.sharded import dcp_chunks, whole
+from shardwise.sharded.in_backward import refuse_penalty
 from shardwise.sharded.placement import FlatPieces, Placement, device_mesh, flat_pieces
 
 _stored_dtype: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
@@ -78,9 +79,6 @@ class Owner(Protocol):
 
     def end_step(self) -> None:
         """Called at the end of an optimizer's step that updates the shards."""
-
-    def take_penalty(self, face: ShardedParameter, piece: Tensor) -> None:
-        """Take the gradient of an outer face, from a penalty: a piece, the mean over the shard group. In backward."""
 
     def take_gradient(self, face: ShardedParameter, grad: Tensor) -> None:
         """Take this rank's full gradient of an outer face, from an operation that read it. In backward."""
@@ -183,7 +181,7 @@ class ShardedParameter(Tensor):
     put_off_at: int | None = None
     """Version of its memory when it got no numbers yet (`deferred_init/put_off.py`): it has none until that changes."""
     _held_grad: Tensor | None = None
-    """What `.grad` holds otherwise, while autograd puts a penalty's gradient there."""
+    """What `.grad` holds otherwise, while autograd puts a read parameter's gradient there."""
     _origin: ShardedParameter | None = None
     """The tensor that this is an alias of."""
     _aliases: Sequence[weakref.ref[ShardedParameter]] = ()
@@ -306,13 +304,9 @@ class ShardedParameter(Tensor):
             face = this()
             assert face is not None
             assert face.unit is not None
-            if isinstance(grad, ShardedParameter):
-                face.unit.take_penalty(face, grad.local)  # averaged where numbers met the pieces
-            elif face.is_read and not penalties.is_one_number(grad):
-                face.unit.take_gradient(face, grad)
-            else:
-                piece = penalties.meeting(grad, face.placement).to(face.stored_dtype)
-                face.unit.take_penalty(face, piece.expand((face.fragment.numel,)))
+            if not face.is_read or isinstance(grad, ShardedParameter):
+                refuse_penalty(face.fqn)
+            face.unit.take_gradient(face, grad)
             face._held_grad, face.grad = face.grad, None  # autograd would add to `.grad`
 
         super().register_hook(aside)  # type: ignore[no-untyped-call]
@@ -344,6 +338,13 @@ class ShardedParameter(Tensor):
             if wholes is None:
                 raise
         return func(*wholes[0], **wholes[1])
+
+    @property
+    def trains(self) -> bool:
+        """Whether autograd records what a forward of its model does with it, which is then done on the whole."""
+        if not (torch.is_grad_enabled() and self.requires_grad) or self.inner is None:
+            return False
+        return self.unit is not None and self.unit.is_running
 
     def without_autograd(self) -> Self:
         """Return an alias of the same piece, as `detach()` and `.data` do."""

@@ -207,6 +207,8 @@ def _whole(reduce: Reduce) -> Handler:
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         given = _by_name(func, args, kwargs)
         tensor: ShardedParameter = given["self"]
+        if tensor.trains:
+            raise NotOnPiecesError(f"the piece of {tensor.fqn!r} is not enough here")
         dim = given.get("dim")
         dims = {d % max(tensor.ndim, 1) for d in ((dim,) if isinstance(dim, int) else dim or ())}
         if (dims and len(dims) < tensor.ndim) or (given.get("keepdim") and tensor.ndim):

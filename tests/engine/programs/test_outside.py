@@ -7,25 +7,20 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import prune
 
 import shardwise as sw
-from shardwise.engine.lookup import require_engine
 from shardwise.errors import UsageError
-from tests.engine.cases import CASES, Case
-from tests.engine.rig import Net, Twins, batch, count, on_ranks, recording, seeded, squares
+from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPools
+    pass
 
 
 class _Attention(nn.Module):
@@ -68,77 +63,63 @@ PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def close_gradients(twins: Twins) -> None:
-    """Compare gradients with a tolerance: reductions of sharded tensors add ranks' sums, and round differently."""
-    for (name, p), q in zip(twins.plain.named_parameters(), twins.sharded.parameters(), strict=True):
-        assert p.grad is not None
-        torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-5, atol=1e-6, msg=name)
+@pytest.mark.parametrize("kind", PENALTIES)
+@on_ranks(2)
+def test_a_penalty_on_parameters_is_refused_in_backward(kind: str) -> None:
+    """On every rank, however the loss computes it; the number itself is right, and training goes on."""
+    twins = Twins()
+    expected = sum(PENALTIES[kind](p) for p in twins.plain.parameters())
+    found = sum(PENALTIES[kind](p) for p in twins.sharded.parameters())
+    torch.testing.assert_close(found, expected)
+    refused = pytest.raises(UsageError, match=r"computes with the sharded parameter '.*use the optimizer's weight_dec")
+    with refused:
+        PENALTIES[kind](next(twins.sharded.parameters())).backward()
+    with refused:
+        (squares(twins.sharded, twins.batch()) + 0.1 * sum(map(PENALTIES[kind], twins.sharded.parameters()))).backward()
+    assert all(p.grad is None for p in twins.sharded.parameters())
+    twins.train(2)
+
+
+class Penalised(Net):
+    """Computes a penalty on all parameters in its forward, weighted by each rank's input."""
+
+    kind = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = sum(PENALTIES[self.kind](p) for p in self.parameters())
+        return super().forward(x) + 0.1 * x[0, 0] * penalty
 
 
 @pytest.mark.parametrize("kind", PENALTIES)
-@pytest.mark.parametrize("case", [c for c in CASES if c.world_size in {2, 4}], ids=str)
-def test_a_penalty_on_parameters_is_the_mean_over_ranks(ranks: RankPools, case: Case, kind: str) -> None:
-    ranks(case.world_size).run(_penalised, case, kind)
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_a_penalty_in_the_forward_is_the_mean_over_ranks(strategy: str, kind: str) -> None:
+    Penalised.kind = kind
+    close(Twins(Penalised, strategy=strategy))
 
 
-def _penalised(case: Case, kind: str) -> None:
-    """Train with a penalty that each rank weights differently. Its gradient accumulates, with and without no_sync, and
-    zero_grad() removes it."""
-    hybrid = case.replicas > 1 and case.shards > 1
-    mesh = {"mesh": init_device_mesh("cpu", (2, 2))} if hybrid else {}
-    twins = Twins(strategy=case.strategy, reshard_after_forward=case.reshard, **mesh)
-
+@pytest.mark.parametrize("kind", PENALTIES)
+@on_ranks(2)
+def test_a_penalty_on_unsharded_parameters_is_the_mean_over_ranks(kind: str) -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return squares(model, x) + 0.1 * x[0, 0] * sum(PENALTIES[kind](p) for p in model.parameters())
+        if sharded := model is twins.sharded:
+            sw.unshard(model)
+        penalty = sum(PENALTIES[kind](p) for p in model.parameters())
+        assert not sharded or not isinstance(next(model.parameters()), sw.ShardedParameter)
+        return squares(model, x) + 0.1 * x[0, 0] * penalty
 
-    for synced in (True, False, True, True):
-        of_ranks = [lambda model, r=rank: loss(model, twins.batch(r)) for rank in twins.every_rank]
-        expected = twins.plain_backward(of_ranks)
-        with nullcontext() if synced else sw.no_sync(twins.sharded):
-            own = loss(twins.sharded, twins.batch())
-            own.backward()
-        torch.testing.assert_close(own.detach(), expected[dist.get_rank()])
+    twins = Twins(Net, loss)
+    close(twins)
+
+
+def close(twins: Twins) -> None:
+    """Compare gradients with a tolerance: read parameters' parts are summed in another order."""
+    for _ in range(2):
+        twins.plain_backward([lambda model, r=rank: twins.loss(model, twins.batch(r)) for rank in twins.every_rank])
+        twins.loss(twins.sharded, twins.batch()).backward()
+        for (name, p), q in zip(twins.plain.named_parameters(), twins.sharded.parameters(), strict=True):
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-5, atol=1e-6, msg=name)
         twins.steps += 1
-        if synced:
-            close_gradients(twins)
-    for model in (twins.plain, twins.sharded):
-        model.zero_grad()
-    PENALTIES[kind](next(twins.sharded.parameters())).backward()
-    twins.plain_backward([lambda model: PENALTIES[kind](next(model.parameters()))] * twins.world_size)
-    first, *others = twins.sharded.parameters()
-    torch.testing.assert_close(first.grad.full_tensor(), next(twins.plain.parameters()).grad)
-    assert all(parameter.grad is None for parameter in others)
-
-
-@on_ranks(2)
-def test_a_penaltys_gradient_is_a_piece_at_once() -> None:
-    """No full-size gradient waits for a reduce slot."""
-    with recording():
-        model = sw.shard(seeded(Net))
-    PENALTIES["power"](next(model.parameters())).backward()
-    assert count(require_engine(model), "reduce_scatter") == 0
-
-
-@on_ranks(2)
-def test_a_penalty_counts_where_backward_is_given_its_inputs() -> None:
-    twins = Twins()
-    for model in (twins.plain, twins.sharded):
-        parameters = list(model.parameters())
-        loss = sum(p.square().sum() for p in parameters[:3])
-        loss.backward(inputs=parameters[:2])
-    for p, q in list(zip(twins.plain.parameters(), twins.sharded.parameters(), strict=True))[:2]:
-        torch.testing.assert_close(q.grad.full_tensor(), p.grad)
-
-
-@on_ranks(2)
-def test_a_penalty_on_parameters_thawed_later() -> None:
-    model = sw.shard(seeded(lambda: Net(depth=1).requires_grad_(False)))
-    model.requires_grad_(True)
-    squares(model, batch(0)).backward()
-    model.zero_grad()
-    first = next(model.parameters())
-    first.square().sum().backward()
-    assert torch.equal(first.grad.full_tensor(), 2 * first.full_tensor())
 
 
 @on_ranks(2)

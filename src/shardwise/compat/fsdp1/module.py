@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
+    FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
-    OptimStateKeyType,
     ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
@@ -27,9 +27,9 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.optim import Optimizer
 
 from shardwise.compat.common import allow_autocast, mixed_class, without_effect
-from shardwise.compat.fsdp1 import arguments, optimizer_state
+from shardwise.compat.fsdp1 import arguments
 from shardwise.compat.fsdp1.settings import restore, set_settings, settings_of
-from shardwise.compat.state_dict import get_optimizer_state_dict
+from shardwise.compat.state_dict import StateDictOptions, get_optimizer_state_dict, loadable_state_dict
 from shardwise.engine.lookup import engine_of
 from shardwise.engine.setup.shard import shard
 from shardwise.errors import UsageError
@@ -261,7 +261,15 @@ class FullyShardedDataParallel(nn.Module):
         """
         if optim_state_dict is not None:
             raise UsageError("FSDP.optim_state_dict reads the optimizer itself: leave optim_state_dict out")
-        return optimizer_state.as_set(model, optim)
+        config = settings_of(model).optim_state_dict_config
+        if not isinstance(config, FullOptimStateDictConfig):
+            return get_optimizer_state_dict(model, optim)
+        alone = config.rank0_only and config.offload_to_cpu
+        options = StateDictOptions(full_state_dict=True, cpu_offload=alone)
+        state = get_optimizer_state_dict(model, optim, options=options)
+        if config.rank0_only and dist.is_initialized() and dist.get_rank() != 0:
+            return {}
+        return _on_cpu(state) if config.offload_to_cpu else state
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -273,74 +281,13 @@ class FullyShardedDataParallel(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return what `optim.load_state_dict` takes, from an `optim_state_dict`. Every rank must call this."""
-        from_rank0 = optimizer_state.is_first_alone(model)
-        state = optimizer_state.to_load(model, optim, optim_state_dict, from_rank0)
+        config = settings_of(model).optim_state_dict_config
+        from_rank0 = isinstance(config, FullOptimStateDictConfig) and config.rank0_only and dist.is_initialized()
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
+        state = loadable_state_dict(model, optim, optim_state_dict, options)
         if load_directly:
             optim.load_state_dict(state)
         return state
-
-    @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: Optimizer,
-        optim_input: object = None,
-        rank0_only: bool = True,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Return full optimizer state by names, on the CPU. Every rank must call this."""
-        return optimizer_state.full(model, optim, rank0_only, on_cpu=True)
-
-    @staticmethod
-    def sharded_optim_state_dict(
-        model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
-    ) -> dict[str, Any]:
-        """Return optimizer state by names, as `ShardedParameter`s. Does not communicate."""
-        return get_optimizer_state_dict(model, optim)
-
-    @staticmethod
-    def shard_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any],
-        model: nn.Module,
-        optim_input: object = None,
-        optim: Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """Return what `optim.load_state_dict` takes, from full state that every rank has.
-
-        Raises UsageError without `optim`.
-        """
-        return optimizer_state.to_load(model, _given(optim), full_optim_state_dict, from_rank0=False)
-
-    @staticmethod
-    def scatter_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any] | None,
-        model: nn.Module,
-        optim_input: object = None,
-        optim: Optimizer | None = None,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """Return what `optim.load_state_dict` takes, from full state on rank 0. Every rank must call this.
-
-        Raises UsageError without `optim`.
-        """
-        return optimizer_state.to_load(model, _given(optim), full_optim_state_dict, from_rank0=True)
-
-    @staticmethod
-    def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
-    ) -> dict[str, Any]:
-        """Return what `optim.load_state_dict` takes, from a state_dict of `ShardedParameter`s."""
-        return optimizer_state.to_load(model, optim, sharded_optim_state_dict, from_rank0=False)
-
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
-        optim_state_key_type: OptimStateKeyType,
-        model: nn.Module,
-        optim_input: object = None,
-        optim: Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """Return a full state dict keyed by names or by numbers, as asked. Does not communicate."""
-        return optimizer_state.rekeyed(optim_state_dict, optim_state_key_type, model, optim)
 
 
 def _asked(
@@ -356,7 +303,7 @@ def _holds_shards(module: nn.Module) -> bool:
     return any(isinstance(parameter, ShardedParameter) for parameter in module.parameters())
 
 
-def _given(optimizer: Optimizer | None) -> Optimizer:
-    if optimizer is None:
-        raise UsageError("pass optim=, the optimizer into which the state is loaded")
-    return optimizer
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _on_cpu(inner) for key, inner in value.items()}
+    return value.cpu() if isinstance(value, Tensor) else value

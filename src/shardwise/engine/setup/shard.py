@@ -25,7 +25,7 @@ from shardwise.engine.setup.adoption import (
 from shardwise.engine.setup.building import build_units, prepare_buffers
 from shardwise.engine.setup.copying import copy_deeply
 from shardwise.engine.setup.module_methods import refuse_conversions, tell_transformers, watch_state_dicts
-from shardwise.engine.setup.torch_patches import give_sharded_parameters, install
+from shardwise.engine.setup.torch_patches import install
 from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.adapters import watch_layers
 from shardwise.modules.admission import check_admissible
@@ -138,7 +138,6 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     engine.install(in_module_order(tree, own, old, groups), late)
     for module in [model] if isinstance(model, nn.Module) else model:
         _put_in_charge(module, engine)
-    give_sharded_parameters()
     return model
 
 

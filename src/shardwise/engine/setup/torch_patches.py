@@ -6,10 +6,8 @@ tensors that are not sharded. docs/design/torch-patches.md explains why nothing 
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -54,81 +52,53 @@ def install() -> None:
         supported += [ShardedParameter, WaitingGradient]
 
 
-def give_sharded_parameters() -> None:
-    """Give optimizers that were built before `sw.shard` the sharded parameters. No communication.
+def give_sharded_parameters(optimizer: Optimizer) -> None:
+    """Give an optimizer that was built before `sw.shard` the sharded parameters, for libraries that build it first. No
+    communication.
 
-    Torch keeps no list of optimizers, so the garbage collector's objects are searched: about 0.1 us an object. State
-    from before an optimizer's first step is cut. Optimizers that have taken steps stay as they are, and their next step
-    raises.
+    Raises UsageError, and changes nothing, if it has taken steps on them, or has state on the meta device. State from
+    before its first step, such as Adagrad's, is cut.
     """
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Optimizer)}
-    for candidate in objects if kinds else ():
-        if type(candidate) in kinds:
-            with suppress(UsageError):
-                _give(candidate)
-
-
-def _give(optimizer: Optimizer) -> None:
-    """Give one optimizer the sharded parameters. Raises UsageError, and changes nothing, if it has taken steps on them.
-    Its groups stay the same objects, since a script's own schedules may hold them."""
-    given = [(*held, _first_state(optimizer, *held)) for held in _unsharded(optimizer)]
-    for group, position, parameter, sharded, state in given:
+    held = list(_unsharded(optimizer))
+    if not held:
+        return
+    for _, _, parameter, sharded in held:
+        state = optimizer.state.get(parameter) or {}
+        if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
+            reason = "was built on the meta device, where it keeps state without values"
+        elif state and state.get("step") != 0:
+            reason = "has taken steps, so its state is unsharded"
+        else:
+            continue
+        raise UsageError(
+            f"this {type(optimizer).__name__} of {sharded.fqn!r} {reason}: build the optimizer after sw.shard, from "
+            "model.parameters()"
+        )
+    before = optimizer.state_dict()
+    for group, position, parameter, sharded in held:
         group["params"][position] = sharded
-        if optimizer.state.pop(parameter, None):
-            optimizer.state[sharded] = state
-
-
-def _first_state(
-    optimizer: Optimizer, group: dict[str, Any], _: int, parameter: Tensor, sharded: ShardedParameter
-) -> dict[str, Any]:
-    """Return the state that the optimizer has before its first step, cast, moved and cut as the parameter was."""
-    _check_fresh(optimizer, parameter, sharded)
-    steps_on_device = group.get("fused") or group.get("capturable")
-
-    def moved(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or (name == "step" and not steps_on_device):
-            return value
-        is_cast = name != "step" and value.is_floating_point() and sharded.is_floating_point()
-        return value.to(sharded.device, sharded.dtype if is_cast else value.dtype)
-
-    return cut_state(sharded, {name: moved(name, value) for name, value in optimizer.state.get(parameter, {}).items()})
+        optimizer.state.pop(parameter, None)
+    if before["state"]:
+        optimizer.load_state_dict(before)
 
 
 def _unsharded(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], int, Tensor, ShardedParameter]]:
     """Yield each parameter of the optimizer that has been sharded since it was built: group, position, parameter, and
     the sharded one."""
-    for group in vars(optimizer).get("param_groups", ()):
+    for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
             sharded = None if type(parameter) is ShardedParameter else outer_face(parameter)
             if sharded is not None:
                 yield group, position, parameter, sharded
 
 
-def _check_fresh(optimizer: Optimizer, parameter: Tensor, sharded: ShardedParameter) -> None:
-    """Raise UsageError if the state of the parameter is of steps, or on the meta device. Adagrad has state before its
-    first step, which is fine."""
-    state = optimizer.state.get(parameter) or {}
-    if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
-        raise UsageError(
-            f"this {type(optimizer).__name__} was built on the meta device, where its state of {sharded.fqn!r} has no "
-            "values; build the optimizer after sw.shard"
-        )
-    if state and state.get("step") != 0:
-        raise UsageError(
-            f"this {type(optimizer).__name__} took steps on {sharded.fqn!r} before sw.shard, so its state is "
-            "unsharded; build the optimizer after sw.shard"
-        )
-
-
 def _check_sharded(optimizer: Optimizer) -> None:
     """Raise UsageError if the optimizer holds parameters as they were before `sw.shard`: its `zero_grad` would miss
     their gradients."""
-    for _, _, parameter, sharded in _unsharded(optimizer):
-        _check_fresh(optimizer, parameter, sharded)
+    for _, _, _, sharded in _unsharded(optimizer):
         raise UsageError(
-            f"this {type(optimizer).__name__} was given {sharded.fqn!r} as it was before sw.shard: give it "
-            "model.parameters() of the sharded model"
+            f"this {type(optimizer).__name__} holds {sharded.fqn!r} as it was before sw.shard: build the optimizer "
+            "after sw.shard, from model.parameters()"
         )
 
 
@@ -266,7 +236,7 @@ def _with_leaves(run_backward: RunBackward) -> RunBackward:
 
 def _leaves(item: Any) -> tuple[Any, ...]:
     """Return where gradients of a sharded parameter arrive: at the leaf that modules computed with, and at the outer
-    face for a penalty in the loss. Anything else is returned as it is."""
+    face if it was read outside its module's forward. Anything else is returned as it is."""
     inner: Tensor | None = item.inner if type(item) is ShardedParameter else None
     return (item,) if inner is None else (inner, item)
 

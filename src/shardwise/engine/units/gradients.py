@@ -62,8 +62,6 @@ class UnitGradients:
         self._written: set[Key] = set()
         self._late: dict[Key, Tensor] = {}
         """Gradients that arrived while there was no slot; cast and scaled as in a slot."""
-        self._penalties: dict[Key, Tensor] = {}
-        """Gradients of penalties in the loss: this rank's piece of the mean over all ranks, master dtype."""
         self._used: defaultdict[Key, int] = defaultdict(int)
         """How many gradients of each parameter arrived since they were last handed out or kept apart."""
         self._views: dict[int, list[list[Tensor]]] = {}
@@ -88,7 +86,7 @@ class UnitGradients:
 
     def forget_dropped(self) -> bool:
         """Forget gradients of a `no_sync` backward that users have dropped. Returns whether others still wait."""
-        if not (self._written or self._late or self._penalties or self.apart):  # asked for every unit in every step
+        if not (self._written or self._late or self.apart):  # asked for every unit in every step
             return False
         self.forget([key for key in self.keys if WaitingGradient.was_dropped(self._face(key))])
         return bool(self._waiting)
@@ -96,7 +94,7 @@ class UnitGradients:
     @property
     def _waiting(self) -> set[Key]:
         apart = self.apart.keys if self.apart is not None else ()
-        return {*self._written, *self._late, *self._penalties, *apart}
+        return {*self._written, *self._late, *apart}
 
     def _face(self, key: Key) -> ShardedParameter:
         return self.groups[key[0]].sharded[key[1]]
@@ -172,11 +170,6 @@ class UnitGradients:
         if self.slot is None:
             self.scaled.flush()  # a late gradient may join a slot at any time
 
-    def add_penalty(self, key: Key, piece: Tensor) -> None:
-        """Add a penalty's gradient: this rank's piece, which is the mean over all ranks already."""
-        self._used[key] += 1
-        self._penalties[key] = self._penalties[key].add_(piece) if key in self._penalties else piece
-
     def complete(self) -> Slot[Any]:
         """Take the slot off the unit and return it, ready to be reduced: gradients that did not arrive are zeros."""
         slot = self.slot
@@ -229,16 +222,6 @@ class UnitGradients:
             return Fate.WAITS if self.apart.is_waiting and self.reducing.over_replicas else Fate.REDUCED
         return Fate.REDUCED if key in self._used else Fate.UNUSED
 
-    def add_penalties(self) -> None:
-        """Add the gradients of penalties to the shard's gradient, after the reductions."""
-        for (g, i), piece in self._penalties.items():
-            group = self.groups[g]
-            total, accumulate = group.gradients.prepare_sum()
-            if not accumulate:
-                total.zero_()
-            group.gradients.faces[i].local.add_(piece)
-        self._penalties.clear()
-
     def hand_out(self, fates: Sequence[int]) -> None:
         """Give every parameter that some rank used its gradient; the others keep what they had."""
         for (g, i), fate in zip(self.keys, fates, strict=True):
@@ -262,7 +245,6 @@ class UnitGradients:
         """Drop these gradients unless they have been handed out. No communication."""
         for key in keys:
             self._late.pop(key, None)
-            self._penalties.pop(key, None)
             self._used.pop(key, None)
             if self.apart is not None:
                 self.apart.drop(key)

@@ -52,9 +52,6 @@ class Listener(Protocol):
     def on_step(self) -> None:
         """Called when an optimizer's step has updated a unit."""
 
-    def on_penalty(self, unit: Unit, key: Key, piece: Tensor) -> None:
-        """Called when autograd has computed a gradient of the outer face of a parameter."""
-
 
 class Unit:
     """The parameters of one module, or of several, without those that belong to units below."""
@@ -202,11 +199,6 @@ class Unit:
         self.stepped()
         assert self.listener is not None
         self.listener.on_step()
-
-    def take_penalty(self, face: ShardedParameter, piece: Tensor) -> None:
-        """Take the gradient of an outer face, from a penalty: a piece, the mean over the shard group. In backward."""
-        assert self.listener is not None
-        self.listener.on_penalty(self, self._key_of(face), piece)
 
     def take_gradient(self, face: ShardedParameter, grad: Tensor) -> None:
         """Take this rank's full gradient of an outer face, from an operation that read it."""
