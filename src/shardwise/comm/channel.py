@@ -228,18 +228,22 @@ class Reasons:
         number = _reasons[group] = _reasons.get(group, 0) + 1
         self._store = PrefixStore(f"shardwise/raised/{number}", store_of(group))
         self._rank = group.rank()
-        self._is_told = False
+        self._meetings = 0
+        """Number of times that all ranks have yet to meet before this rank's reason is withdrawn."""
 
     def tell(self, reason: str) -> None:
         """Set this rank's reason. Waits for no rank, and does nothing if the store is gone."""
-        self._is_told = bool(reason)
+        self._meetings = 2 if reason else 0
         with contextlib.suppress(RuntimeError):
             self._store.set(str(self._rank), reason)
 
     def forget(self) -> None:
-        """Withdraw this rank's reason, because all ranks have met since."""
-        if self._is_told:
-            self.tell("")
+        """Withdraw this rank's reason if all ranks have met twice since: in the first meeting they may have seen that
+        they differ, and in the second one they tell each other how."""
+        if self._meetings:
+            self._meetings -= 1
+            if not self._meetings:
+                self.tell("")
 
     def of(self, rank: int) -> str:
         """Return a rank's reason, or "" if it gave none."""
