@@ -343,18 +343,11 @@ def test_frozen_parameters_accumulation_and_clipping() -> None:
 
 @on_ranks(2)
 def test_a_model_that_was_cut_through_blocks() -> None:
-    early = seeded(wide)
-    before = sw.optim.AdamW8bit(early.parameters())
-    model = sw.shard(early)
+    model = sw.shard(seeded(wide))
     message = r"blocks of 256 elements, and 'blocks.0.*' is cut inside a block: call sw.shard\(model, align="
     with pytest.raises(UsageError, match=message):
         sw.optim.AdamW8bit(model.parameters())
-    weights = {name: p.local.clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     squares(model, batch(0)).backward()
-    with pytest.raises(UsageError, match=message):
-        before.step()
-    assert all(torch.equal(p.local, weights[name]) for name, p in model.named_parameters())  # type: ignore[attr-defined]
-    assert not before.state
     whole = sw.shard(seeded(wide), "no_shard")  # nothing is cut
     optimizer = sw.optim.AdamW8bit(whole.parameters())
     steps(whole, optimizer, range(1))

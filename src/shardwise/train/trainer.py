@@ -35,7 +35,7 @@ from shardwise.train.build.sharding import compile_blocks, needs_loss_scaling, s
 from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import Config
 from shardwise.train.data.batches import Batches, MicroBatch, Share, evaluation_batches, load_datasets
-from shardwise.train.data.model_files import fetch, settled
+from shardwise.train.data.model_files import fetch, names_of, settled, with_names
 from shardwise.train.data.tokenizer import files_of, sources_in_words
 from shardwise.train.loss import DeviceBatch, LossFunction, StepWeights, evaluate
 from shardwise.train.output.checkpoints import Checkpoints
@@ -96,7 +96,10 @@ def _with_files(config: Config, ranks: Ranks) -> Config:
     saved = Checkpoints(RunDirectory(config.run_directory).checkpoints, config.checkpoint, ranks)
     needs_weights = config.lora.r > 0 or not ranks.on_first(lambda: saved.has_any)
     ranks.work(lambda: settled(config) if ranks.is_first else None)
-    named = ranks.on_first(lambda: settled(config))  # from the cache
+    names, of_first = ranks.on_first(lambda: (names_of(settled(config)), names_of(config)))  # from the cache
+    with ranks.together():
+        rank_consistency.check_equal(of_first, names_of(config), ranks.rank)
+    named = with_names(config, names)
 
     def task() -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -237,19 +237,6 @@ def test_the_state_of_an_unsharded_optimizer_is_cut(name: str) -> None:
 
 
 @on_ranks(2)
-def test_an_optimizer_built_before_shard_loads_too() -> None:
-    twins = Twins()
-    twins.train(1)
-    model = seeded(Net)
-    optimizer = adamw(model.parameters())
-    sw.shard(model)
-    model.load_state_dict(twins.plain.state_dict())
-    optimizer.load_state_dict(copy.deepcopy(twins.optimizers[0].state_dict()))
-    twins.sharded, twins.optimizers[1] = model, optimizer
-    twins.train(1)
-
-
-@on_ranks(2)
 def test_state_of_another_model_is_refused_and_changes_nothing() -> None:
     twins = Twins()
     twins.train(1)

@@ -61,6 +61,7 @@ def test_as_many_rows_with_other_words(ranks: RankPools, folders: Path) -> None:
     [
         ("train.steps=3", r"train\.steps is 2 on rank 0 and 3 on rank 1"),
         ("data.seed=1", r"data\.seed is 0 on rank 0 and 1 on rank 1"),
+        ("data.source=texts/1.txt", r"data\.source is .*texts/\*\.txt. on rank 0 and .texts/1\.txt. on rank 1"),
         ("checkpoint.every=1", r"checkpoint\.every is 0 on rank 0 and 1 on rank 1"),
     ],
 )

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from shardwise.errors import ConfigError
 from shardwise.train.config.schema import Config
 from shardwise.train.config.shared_keys import shared_keys
 from shardwise.train.data.batches import Datasets
 from shardwise.train.process.ranks import Ranks
+
+
+def check_equal(of_first: Mapping[str, Any], others: Mapping[str, Any], rank: int) -> None:
+    """Raise ConfigError if a rank's keys have other values than rank 0's. No communication."""
+    for key, value in of_first.items():
+        if others[key] != value:
+            raise ConfigError(
+                f"{key} is {value!r} on rank 0 and {others[key]!r} on rank {rank}: give all ranks the same "
+                "configuration"
+            )
 
 
 def check(config: Config, data: Datasets, ranks: Ranks) -> None:
@@ -18,12 +31,7 @@ def check(config: Config, data: Datasets, ranks: Ranks) -> None:
     told = ranks.hear((shared_keys(config), str(data)))
     keys, rows = told[0]
     for rank, (other_keys, other_rows) in enumerate(told):
-        for key, value in keys.items():
-            if other_keys[key] != value:
-                raise ConfigError(
-                    f"{key} is {value!r} on rank 0 and {other_keys[key]!r} on rank {rank}: give all ranks the same "
-                    "configuration"
-                )
+        check_equal(keys, other_keys, rank)
         if other_rows != rows:
             raise ConfigError(
                 f"rank 0 read {rows}; rank {rank} read {other_rows}: data.source={config.data.source!r} and "

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shardwise import hub
-from shardwise.checkpoint.format import manifest
 from shardwise.errors import ConfigError, HubError
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
@@ -21,6 +20,8 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
     "tekken.json",
 )  # fmt: skip
+_MANIFEST = "manifest.json"
+"""`checkpoint.format.manifest.NAME`: a cached plan is to import neither that nor numpy."""
 _ASK_FOR_RANDOM = f'set model.weights = "{RANDOM}" to train from random numbers'
 
 
@@ -54,6 +55,27 @@ def settled(config: Config) -> Config:
     return config.model_copy(update={"model": model, "data": data})
 
 
+_NAMES = ("model.path", "model.weights", "data.tokenizer", "data.source")
+"""The keys that `settled` may change."""
+
+
+def names_of(config: Config) -> dict[str, str | None]:
+    """Return the names that a configuration gives of models, tokenizers and data, by key."""
+    sections = {"model": config.model, "data": config.data}
+    return {key: getattr(sections[key.partition(".")[0]], key.partition(".")[2]) for key in _NAMES}
+
+
+def with_names(config: Config, names: Mapping[str, str | None]) -> Config:
+    """Return the configuration with other names, as from `names_of`."""
+    model, data = (
+        {key.partition(".")[2]: name for key, name in names.items() if key.startswith(section)}
+        for section in ("model.", "data.")
+    )
+    return config.model_copy(
+        update={"model": config.model.model_copy(update=model), "data": config.data.model_copy(update=data)}
+    )
+
+
 def fetch(config: Config, weights: bool, say: Callable[[str], None]) -> None:
     """Fetch everything that a settled configuration names on a hub. One process of a machine is to call this; the
     others then find it in the cache.
@@ -83,7 +105,7 @@ def has_weights(name: str) -> bool:
     hub cannot be asked."""
     found = hub.hub_name(name)
     if found is None:
-        return any((Path(name) / file).is_file() for file in (hub.SINGLE, hub.INDEX, manifest.NAME))
+        return any((Path(name) / file).is_file() for file in (hub.SINGLE, hub.INDEX, _MANIFEST))
     return not {hub.SINGLE, hub.INDEX}.isdisjoint(hub.listing(found, repr(name)).files)
 
 
