@@ -96,10 +96,10 @@ def _with_files(config: Config, ranks: Ranks) -> Config:
     saved = Checkpoints(RunDirectory(config.run_directory).checkpoints, config.checkpoint, ranks)
     needs_weights = config.lora.r > 0 or not ranks.on_first(lambda: saved.has_any)
     ranks.work(lambda: settled(config) if ranks.is_first else None)
-    names, of_first = ranks.on_first(lambda: (names_of(settled(config)), names_of(config)))  # from the cache
-    with ranks.together():
-        rank_consistency.check_equal(of_first, names_of(config), ranks.rank)
-    named = with_names(config, names)
+    given = ranks.hear(names_of(config))
+    for rank, names in enumerate(given):
+        rank_consistency.check_equal(given[0], names, rank)
+    named = with_names(config, ranks.on_first(lambda: names_of(settled(config))))  # from the cache
 
     def task() -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
