@@ -3,10 +3,10 @@
 Each rank hashes what it issues, one gather or reduction after the other, and what it does alone but all must do alike:
 an optimizer's step, a step of training that it abandons. At some moments all ranks exchange their hashes, between their
 hosts: when an outermost forward that issued something ends, before its output is returned; when a backward ends, before
-gradients are handed out; after each unit's reduction, if optimizers step in backward; and when units were unsharded by
-hand between steps. Nothing waits for a device. Ranks whose hashes differ then exchange their logs, and all raise the
-error that names the first difference. (On CPUs collectives carry labels too, so that ranks that wait for one another in
-different collectives notice at once.)"""
+gradients are handed out; after each unit's reduction, if optimizers step in backward; when units were unsharded by hand
+between steps; and before a save. Nothing waits for a device. Ranks whose hashes differ then exchange their logs, and all
+raise the error that names the first difference. (On CPUs collectives carry labels too, so that ranks that wait for one
+another in different collectives notice at once.)"""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Control:
         """Note that a forward pass is over, in grad mode. No communication."""
         self._awaited.add(forward)
 
-    def has_backward(self, forward: int) -> None:
+    def backward_began(self, forward: int) -> None:
         """Note that the backward of a forward pass has begun. No communication."""
         self._awaited.discard(forward)
 

@@ -270,7 +270,7 @@ class Engine:
         call = unit.calls.end_forward()
         if call is None:
             if output is None and not self.is_suspended:
-                self._begun_by_nobody()
+                self._raised_before_ours()
             return output
         try:
             output = self._end_forward(unit, call, output)
@@ -282,7 +282,7 @@ class Engine:
         self.forwards.pop()
         return output
 
-    def _begun_by_nobody(self) -> None:
+    def _raised_before_ours(self) -> None:
         """React to a forward that raised before our pre-forward hook ran, as in a user's own hook."""
         if torch.is_grad_enabled() and not self.runs_model:
             self.control.abandon(sys.exception())
@@ -427,7 +427,7 @@ class Engine:
         """Handle every moment down to `position` that this backward has not passed yet."""
         if forward.follow(torch._C._current_graph_task_id()):
             self.begin_backward()
-            self.control.has_backward(forward.order)
+            self.control.backward_began(forward.order)
             for newer in [other for other in self._walked if other.order > forward.order]:
                 self._pass(newer)  # autograd has finished with it
             self._walked.append(forward)
