@@ -4,7 +4,7 @@ Each rank hashes what it issues, one gather or reduction after the other, and wh
 an optimizer's step, a step of training that it abandons. At some moments all ranks exchange their hashes, between their
 hosts: when an outermost forward that issued something ends, before its output is returned; when a backward ends, before
 gradients are handed out; after each unit's reduction, if optimizers step in backward; when units were unsharded by hand
-between steps; and before a save. Nothing waits for a device. Ranks whose hashes differ then exchange their logs, and all
+between steps; and before a save. None waits for a device. Ranks whose hashes differ then exchange their logs, and all
 raise the error that names the first difference. (On CPUs collectives carry labels too, so that ranks that wait for one
 another in different collectives notice at once.)"""
 
