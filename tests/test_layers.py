@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "src" / "shardwise"
 
 # What each package may import besides itself. Packages of one layer may not import each other.
 LAYERS = [
-    {"accelerators", "errors", "liveness", "suggest", "tables"},
+    {"accelerators", "errors", "liveness", "registry", "suggest", "tables"},
     {"layout", "policy", "foreign", "hub", "together"},
     {"comm", "files"},
     {"sharded"},
@@ -64,7 +64,20 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "cli": {"process": set(), ".": {"process"}},
 }
-NO_TORCH = {"errors", "liveness", "suggest", "tables", "layout", "policy", "foreign", "hub", "together", "files", "jax"}
+NO_TORCH = {
+    "errors",
+    "liveness",
+    "registry",
+    "suggest",
+    "tables",
+    "layout",
+    "policy",
+    "foreign",
+    "hub",
+    "together",
+    "files",
+    "jax",
+}
 TOP = "the package itself"
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.backends.dry import DryCollectives
+from shardwise.comm.dry import DryCollectives
 from shardwise.comm.protocol import Buffer, BufferKind, Combine, FlatSpan, Reduction, Work
 from shardwise.engine.control import Control
 from shardwise.engine.mesh import Mesh

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shardwise.registry import register
+
 if TYPE_CHECKING:
     from shardwise import checkpoint, optim, plan
     from shardwise.engine.setup.forward_methods import register_forward_method
@@ -50,6 +52,9 @@ _HOMES = {
     "unsharded": "model_tools.unsharded",
 }
 
+_ATTACHED = {"collectives": "comm.backends.select:choose"}
+"""What the engine asks first at its seams."""
+
 _PACKAGES = ("checkpoint", "optim", "plan")
 
 __all__ = [
@@ -76,6 +81,9 @@ __all__ = [
     "unshard",
     "unsharded",
 ]
+
+for _seam, _function in _ATTACHED.items():
+    register(_seam, f"shardwise.{_function}")
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,8 +12,10 @@ from torch import Tensor
 from shardwise.comm.backends.gloo import GlooCollectives
 from shardwise.comm.backends.shared_memory.collectives import ShmCollectives
 from shardwise.comm.protocol import Collectives
+from shardwise.comm.torch_collectives import TorchCollectives
 
 KINDS = ("gloo", "shm")
+"""Collectives that add in rank order."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -18,7 +23,12 @@ def collectives(kind: str, poison: bool | None = None) -> Collectives:
     """Return collectives of one kind over the default group."""
     group = dist.group.WORLD
     assert group is not None
-    return GlooCollectives(group, poison) if kind == "gloo" else ShmCollectives(group, poison)
+    made: dict[str, Callable[..., Collectives]] = {
+        "gloo": GlooCollectives,
+        "shm": ShmCollectives,
+        "torch": partial(TorchCollectives, device="cpu"),
+    }
+    return made[kind](group, poison=poison)
 
 
 def values(seed: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:

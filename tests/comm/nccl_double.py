@@ -35,7 +35,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from shardwise import accelerators
-from shardwise.comm.backends import on_streams
+from shardwise.comm import on_streams
+from shardwise.comm.backends.tree_channel import channel_of
 from shardwise.engine import mesh as mesh_module
 from tests.engine.streams import Stream
 
@@ -231,7 +232,7 @@ def doubled(**options: Any) -> Iterator[list[Launch]]:
         if not isinstance(group, NcclDouble):
             ranks = dist.get_process_group_ranks(group)
             group = dist.new_group(ranks, backend=BACKEND, use_local_synchronization=True)
-        return on_streams.StreamCollectives(group, device, **options)
+        return on_streams.StreamCollectives(group, device, channel=channel_of, **options)
 
     NcclDouble.launches.clear()
     with mock.patch.object(mesh_module, "collectives_for", collectives_for), streams():

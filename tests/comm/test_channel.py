@@ -1,151 +1,96 @@
-"""The channel between hosts. Ranks are threads here, because a channel reaches its peers only through sockets."""
+"""The channel through the group's store."""
 
 from __future__ import annotations
 
-import socket
-import threading
+import os
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from shardwise.comm.channel import Channel
-from shardwise.comm.tree import CHILDREN
+from shardwise.comm.channel import StoreChannel
 from shardwise.errors import CollectiveTimeout, MismatchError
+from tests.engine.rig import on_ranks
 
 LABELS = {1: "the end of a forward", 2: "the end of a backward"}
 
 
-def on_threads(world_size: int, body: Callable[[Channel], Any], timeout_s: float = 10.0) -> list[Any]:
-    """Run `body` on each rank. Returns, by rank, its result or the error that it raised."""
-    store = dist.HashStore()
-
-    def rank_of(rank: int) -> Any:
-        channel = Channel(rank, world_size, store, timeout_s, LABELS)
-        try:
-            return body(channel)
-        except Exception as error:
-            return error
-        finally:
-            finished.wait(20)  # a closed socket says more than a rank that is merely through
-            channel.close()
-
-    finished = threading.Barrier(world_size)
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(rank_of, range(world_size)))
+def channel() -> StoreChannel:
+    group = dist.group.WORLD
+    assert group is not None
+    return StoreChannel(group, LABELS)
 
 
-def longest(left: bytes, right: bytes) -> bytes:
-    return max(left, right, key=lambda text: (len(text), text))
+def joined(left: bytes, right: bytes) -> bytes:
+    return left + right
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 9, 10, 30])
-def test_every_rank_gets_what_all_said(world_size: int) -> None:
-    def body(channel: Channel) -> list[bytes]:
-        words = [bytes([65 + channel.rank % 26]) * (100 * channel.rank % 7), b"%03d" % channel.rank, b"x" * 300_000]
-        return [channel.exchange(word, longest) for word in words]
-
-    first, *others = on_threads(world_size, body)
-    assert first[1] == b"%03d" % (world_size - 1)
-    assert first[2] == b"x" * 300_000
-    assert all(other == first for other in others)
-
-
-def test_a_rank_holds_few_connections_in_any_world() -> None:
-    counts = on_threads(40, lambda channel: len(channel._neighbours))
-    assert max(counts) <= CHILDREN + 1
-    assert sum(counts) == 2 * 39
+@on_ranks(2, 3)
+def test_every_rank_gets_all_messages_in_rank_order() -> None:
+    one, other = channel(), channel()
+    ranks = range(dist.get_world_size())
+    for round_ in range(3):
+        if dist.get_rank() == round_ % 2:
+            time.sleep(0.01)
+        for of, words in ((one, b"\0%d\xff"), (other, b"-%d")):
+            assert of.exchange(words % dist.get_rank(), joined, 1) == b"".join(words % rank for rank in ranks)
 
 
-def test_ranks_at_different_things_all_hear_of_both() -> None:
-    errors = on_threads(12, lambda channel: channel.exchange(b"", longest, 2 if channel.rank == 11 else 1))
-    assert all(isinstance(error, MismatchError) for error in errors), errors
-    named = [str(error) for error in errors]
-    assert all("the end of a forward" in text and "the end of a backward" in text for text in named), named
+@on_ranks(2)
+def test_messages_that_all_have_read_are_deleted() -> None:
+    of = channel()
+    for _ in range(20):
+        of.exchange(b"", joined)
+    assert not of._store.check(["19/0"])
+    assert of._store.check(["20/0"])
 
 
-def test_a_rank_that_abandons_an_exchange_ends_the_others_at_once() -> None:
-    def body(channel: Channel) -> bytes:
-        channel.exchange(b"", longest)
-        if channel.rank == 3:
-            channel.abandon()
-            raise ValueError("mine")
-        return channel.exchange(b"", longest, 1)
-
-    start = time.monotonic()
-    errors = on_threads(11, body)
-    assert time.monotonic() - start < 5
-    assert isinstance(errors.pop(3), ValueError)
-    assert all(isinstance(error, CollectiveTimeout) and "rank 3 raised" in str(error) for error in errors), errors
+@on_ranks(3)
+def test_ranks_at_different_things_hear_of_both_and_may_go_on() -> None:
+    of = channel()
+    with pytest.raises(MismatchError, match=r"the end of a (forward|backward).*the end of a (forward|backward)"):
+        of.exchange(b"", joined, 2 if dist.get_rank() == 2 else 1)
+    assert of.exchange(b"a", joined, 1) == b"aaa"
 
 
-def test_ranks_that_all_abandon_go_on() -> None:
-    def body(channel: Channel) -> bytes:
-        for _ in range(3):
-            channel.abandon()
-            channel.exchange(b"between", longest)
-        return channel.exchange(b"%d" % channel.rank, longest)
-
-    assert on_threads(10, body) == [b"9"] * 10
-
-
-def test_a_late_rank_is_named_in_the_time_given() -> None:
-    def body(channel: Channel) -> bytes:
-        if channel.rank == 1:
-            time.sleep(2)
-        return channel.exchange(b"", longest, 1)
-
-    errors = on_threads(3, body, timeout_s=0.5)
-    assert "rank 1 did not take part within 0.5 s" in str(errors[0])
-    assert "the end of a forward" in str(errors[0])
-    assert all(isinstance(error, CollectiveTimeout) for error in errors)
-
-
-def test_a_rank_that_is_gone_is_named() -> None:
-    def body(channel: Channel) -> bytes:
-        if channel.rank == 2:
-            for peer in channel._neighbours:
-                peer.socket.shutdown(socket.SHUT_RDWR)
-            return b""
-        return channel.exchange(b"", longest)
-
-    errors = on_threads(3, body)
-    assert "the process of rank 2 is gone" in str(errors[0])
-    assert isinstance(errors[1], CollectiveTimeout)
+@pytest.mark.parametrize(
+    ("reason", "kind", "said"),
+    [
+        (
+            "ValueError: no",
+            CollectiveTimeout,
+            'rank 1 raised "ValueError: no" instead of taking part in the end of a f',
+        ),
+        ("", CollectiveTimeout, "rank 1 raised an error instead"),
+        ("MismatchError: ranks differ", MismatchError, "^ranks differ"),
+    ],
+)
+@on_ranks(2)
+def test_a_rank_that_abandons_an_exchange_ends_the_others_at_once(reason: str, kind: type, said: str) -> None:
+    of = channel()
+    if dist.get_rank() == 1:
+        of.abandon(reason)
+    else:
+        with pytest.raises(kind, match=said):
+            of.exchange(b"", joined, 1)
+    assert of.exchange(b"b", joined, 1) == b"bb"
 
 
-def test_after_an_error_nothing_is_waited_for_again() -> None:
-    def body(channel: Channel) -> float:
-        if channel.rank == 1:
-            time.sleep(1.0)
-            return 0.0
-        with pytest.raises(CollectiveTimeout):
-            channel.exchange(b"", longest)
-        start = time.monotonic()
-        with pytest.raises(CollectiveTimeout, match="did not take part"):
-            channel.exchange(b"", longest)
-        return time.monotonic() - start
-
-    assert on_threads(2, body, timeout_s=0.3)[0] < 0.1
+@on_ranks(2)
+def test_what_all_abandon_hurts_no_later_exchange() -> None:
+    of = channel()
+    of.abandon("a bad row")
+    assert of.exchange(b"c", joined) == b"cc"
 
 
-def test_strangers_are_not_let_in() -> None:
-    store = dist.HashStore()
-
-    def stranger() -> None:
-        _, port, *_ = store.get("channel/0").decode().split("\n")
-        with socket.create_connection(("127.0.0.1", int(port)), timeout=5) as connection:
-            connection.sendall(bytes(16) + (1).to_bytes(8, "little"))
-            assert connection.recv(1) == b""
-
-    def rank_of(rank: int) -> bytes:
-        if rank == 1:
-            stranger()
-        channel = Channel(rank, 2, store, 10.0)
-        return channel.exchange(b"%d" % rank, longest)
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(rank_of, range(2))) == [b"1", b"1"]
+@on_ranks(2)
+def test_a_rank_that_does_not_come_is_named() -> None:
+    os.environ["SHARDWISE_TIMEOUT_S"] = "0.5"
+    try:
+        of = channel()
+    finally:
+        del os.environ["SHARDWISE_TIMEOUT_S"]
+    if dist.get_rank() == 0:
+        with pytest.raises(CollectiveTimeout, match=r"forward on rank 0: rank 1 did not take part within 0\.5 s"):
+            of.exchange(b"", joined, 1)
+    dist.barrier()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm.backends.dry import DryCollectives
+from shardwise.comm.dry import DryCollectives
 from shardwise.comm.protocol import BufferKind, FlatSpan, Reduction
 from tests.comm.naive import collectives
 from tests.comm.recording import Event, RecordingCollectives

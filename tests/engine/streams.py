@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from shardwise import accelerators
-from shardwise.comm.backends import on_streams
+from shardwise.comm import on_streams
 from shardwise.engine import mesh as mesh_module
 from shardwise.files.scratch_file import ScratchFile
 from shardwise.files.thread_pool import ThreadPool
@@ -422,8 +422,8 @@ def played(slow_disk: bool = True, **options: Any) -> Iterator[Order]:
 
     with (
         mock.patch.object(mesh_module, "collectives_for", collectives_for),
-        mock.patch.object(on_streams, "_all_gather", order.all_gather),
-        mock.patch.object(on_streams, "_reduce_scatter", order.reduce_scatter),
+        mock.patch.object(on_streams, "all_gather_single", order.all_gather),
+        mock.patch.object(on_streams, "reduce_scatter_single", order.reduce_scatter),
         mock.patch.object(on_streams.dist, "all_reduce", order.all_reduce),
         mock.patch.object(on_streams.dist, "all_to_all_single", order.all_to_all),
         mock.patch.object(accelerators, "new_stream", Stream),

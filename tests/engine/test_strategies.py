@@ -64,7 +64,7 @@ def test_losses_with_clipping_are_bit_identical(ranks: RankPools, world_size: in
         assert [way for way, losses in by_way.items() if not torch.equal(losses, first)] == []
 
 
-@pytest.mark.parametrize("name", ["shm", "gloo"])
+@pytest.mark.parametrize("name", ["shm", "gloo", "torch"])
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_as_one_process_over_the_batches_in_rank_order(way: str, name: str) -> None:

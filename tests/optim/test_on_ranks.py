@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.comm.backends.select import collectives_for
+from shardwise.comm.select import collectives_for
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.scaler import GradScaler
 from shardwise.sharded.parameter import ShardedParameter

@@ -22,7 +22,7 @@ from benchmarks.accelerator.row import NO_ACCELERATOR, Row, correct, failed, fig
 from benchmarks.accelerator.trace import profiled
 from benchmarks.accelerator.twins import Plain, Steps
 from benchmarks.common.gpt import GPT
-from shardwise.comm.backends.on_streams import StreamCollectives
+from shardwise.comm.on_streams import StreamCollectives
 from shardwise.comm.protocol import BufferKind, FlatSpan
 from shardwise.plan.simulate.forecast import NCCL_BYTES
 

@@ -1,1 +1,1 @@
-"""Collectives between ranks: one protocol (`protocol.py`), implemented in `backends`."""
+"""Collectives between ranks: one protocol, and implementations of torch's collectives. `backends` has others."""

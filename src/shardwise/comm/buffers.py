@@ -101,17 +101,6 @@ def slice_of(flat: Tensor, rank: int, world_size: int) -> Tensor:
     return flat[rank * numel : (rank + 1) * numel]
 
 
-def shares(flat: Tensor, world_size: int) -> list[Tensor]:
-    """Cut a 1-D tensor into `world_size` consecutive parts of equal size; the last ones may be shorter or empty."""
-    numel = -(-flat.numel() // world_size)
-    return [flat[rank * numel : (rank + 1) * numel] for rank in range(world_size)]
-
-
-def pieces_of(flat: Tensor, numel: int) -> list[Tensor]:
-    """Cut a 1-D tensor into consecutive pieces of `numel`; the last may be shorter. No pieces if it is empty."""
-    return [flat[start : start + numel] for start in range(0, flat.numel(), numel)]
-
-
 def same_memory(left: Tensor, right: Tensor) -> bool:
     """Whether two 1-D tensors start at the same byte of one storage. Works without addresses, for fake tensors."""
     storages = left.untyped_storage()._cdata, right.untyped_storage()._cdata

@@ -1,215 +1,137 @@
-"""Small messages between the hosts of a group: up a tree of sockets and down again.
+"""Small messages between the hosts of a group of ranks: what they agree on besides data.
 
-A channel uses only the group's store, so it works with any backend, and waits for no device. A rank has at most nine
-connections, one to its parent and eight to its children, in a world of any size.
-
-Every exchange has a number and a signature. A rank that raises abandons an exchange: it notifies its neighbours and
-waits for nobody. A rank that detects a mismatch sends its neighbours the reason before it raises, so that all ranks
-raise almost at once and with the same message."""
+A channel waits for no device and needs only the group's store, so it works with any backend. Each rank reads the
+message of every other rank from the store, which one process serves: simple, and enough for a few ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import secrets
-import socket
-import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import NoReturn
+from datetime import timedelta
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from shardwise.comm.protocol import Combine
-from shardwise.comm.signature import in_words, mismatch, sign
-from shardwise.comm.tree import CHILDREN, children_of, parent_of
-from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError
+from shardwise.errors import CollectiveTimeout, ConfigError, MismatchError, ShardwiseError
 
-_TOKEN_BYTES = 16
-_CONNECT_S = 5.0
-"""Timeout in seconds for connecting to one address of a parent."""
-_FRAME = struct.Struct("<Bqqq")
-
-
-class _FrameKind(IntEnum):
-    """The kind of a frame."""
-
-    SAID = 0
-    """A subtree's combined message on its way up, or the combined message of all ranks on its way down."""
-    ABANDONED = 1
-    """The sender raised, for the reason that the message gives, and takes no part in the exchange with this number."""
-    FAILED = 2
-    """The ranks are out of step; the message gives the reason."""
-    MISMATCHED = 3
-    """Like FAILED, because ranks did different things."""
+SAME_ORDER = (
+    "Every rank must call the same units in the same order, in forward and in backward; a batch that one rank skips, "
+    "all must skip."
+)
+ALL_OR_NONE = "What one rank abandons, all must abandon: let the error end the run, or skip the step on every rank."
+CONSEQUENCES = {kind.__name__: kind for kind in (MismatchError, CollectiveTimeout)}
+"""Errors that quote a cause: ranks that learn of one repeat it."""
+_DEFAULT_TIMEOUT_S = 1800.0
+"""Torch's default. For process groups without options: torch's `fake` one, or one implemented in Python."""
+_ABANDONED = -1
+"""In place of a label: the rank raised."""
+_LABEL_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    kind: _FrameKind
-    number: int
-    signature: int
-    body: bytes
-
-
-class Channel:
-    """The connections of one rank in its group's tree, over which the ranks exchange messages."""
-
-    def __init__(
-        self, rank: int, world_size: int, store: Store, timeout_s: float, labels: dict[int, str] | None = None
-    ) -> None:
-        """Every rank must call this.
-
-        Args:
-            store: the group's store; keys written here begin with "channel/".
-            timeout_s: seconds to wait for a peer.
-            labels: the labels in words, for error messages.
-
-        Raises:
-            CollectiveTimeout: a rank could not be reached.
-        """
-        self.rank = rank
-        self.world_size = world_size
-        self._labels = {} if labels is None else labels
-        self._timeout_s = timeout_s
-        self._number = 0
-        self._failure: ShardwiseError | None = None
-        children = children_of(rank, world_size)
-        with _listening(store, rank, bool(children)) as (listener, token):
-            self._parent = _connect(store, rank, parent_of(rank), timeout_s) if rank else None
-            self._children = _accept(listener, token, children, timeout_s) if listener else []
+class Channel(Protocol):
+    """Exchanges messages between the ranks of a group. The methods are those of `Collectives`."""
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
-        """Return all ranks' messages combined. Every rank must call this.
-
-        `combine` must be associative and commutative, because messages are combined in the order of the tree.
-
-        Raises:
-            CollectiveTimeout: a rank's process ended, or it did not call this in time, or it raised.
-            MismatchError: a rank called this with another label.
-        """
-        if self._failure is not None:
-            raise type(self._failure)(*self._failure.args)
-        self._number += 1
-        signature = sign("exchange", label)
-        try:
-            for child in self._children:
-                message = combine(message, self._hear(child, signature))
-            if self._parent is not None:
-                self._parent.send(_Frame(_FrameKind.SAID, self._number, signature, message))
-                message = self._hear(self._parent, signature)
-            for child in self._children:
-                child.send(_Frame(_FrameKind.SAID, self._number, signature, message))
-        except OSError as error:
-            self._fail(CollectiveTimeout(f"rank {self.rank} could not reach its peers: {error}"))
-        except ShardwiseError:
-            raise
-        except BaseException as error:
-            # Half of a frame may have been read, so what follows cannot be parsed. Closing tells the peers.
-            self._failure = CollectiveTimeout(f"rank {self.rank} left an exchange: {error!r}")
-            self.close()
-            raise
-        return message
+        """See `Collectives.exchange`."""
 
     def abandon(self, reason: str = "") -> None:
-        """Tell peers that this rank raised, for this reason, and takes no part in the next exchange. Not collective."""
-        self._number += 1
-        self._tell(_Frame(_FrameKind.ABANDONED, self._number, sign("abandon"), reason.encode()))
+        """See `Collectives.abandon`."""
 
     def close(self) -> None:
-        """Close the connections. Not collective: a rank that still waits for this one raises."""
-        for peer in self._neighbours:
-            peer.socket.close()
-        self._failure = self._failure or CollectiveTimeout("the channel is closed")
-
-    @property
-    def _neighbours(self) -> list[_Peer]:
-        return [*([self._parent] if self._parent else []), *self._children]
-
-    def _hear(self, peer: _Peer, signature: int) -> bytes:
-        while True:
-            try:
-                frame = peer.receive()
-            except TimeoutError:
-                self._fail(
-                    CollectiveTimeout(
-                        f"{in_words(signature, self._labels)} on rank {self.rank}: rank {peer.rank} did not take part "
-                        f"within {self._timeout_s:g} s: it hangs, runs other code, or waits for a rank that does."
-                    )
-                )
-            except OSError:
-                self._fail(
-                    CollectiveTimeout(
-                        f"{in_words(signature, self._labels)} on rank {self.rank}: the process of rank {peer.rank} is "
-                        "gone."
-                    )
-                )
-            if frame.kind in (_FrameKind.FAILED, _FrameKind.MISMATCHED):
-                kind = MismatchError if frame.kind is _FrameKind.MISMATCHED else CollectiveTimeout
-                self._fail(kind(frame.body.decode()))
-            if frame.number < self._number:
-                continue  # belongs to an exchange that this rank abandoned
-            if frame.number > self._number or frame.signature != signature:
-                self._fail(self._mismatch(signature, peer.rank, frame))
-            return frame.body
-
-    def _mismatch(self, signature: int, peer: int, frame: _Frame) -> ShardwiseError:
-        reasons = {peer: frame.body.decode() if frame.kind is _FrameKind.ABANDONED else ""}
-        return mismatch(self.rank, signature, peer, frame.signature, self._labels, lambda rank: reasons.get(rank, ""))
-
-    def _fail(self, error: ShardwiseError) -> NoReturn:
-        self._failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model alive
-        kind = _FrameKind.MISMATCHED if isinstance(error, MismatchError) else _FrameKind.FAILED
-        self._tell(_Frame(kind, self._number, 0, str(error).encode()))
-        raise error
-
-    def _tell(self, frame: _Frame) -> None:
-        for peer in self._neighbours:
-            with contextlib.suppress(OSError):  # it is gone, which its other peers notice too
-                peer.send(frame)
+        """See `Collectives.close`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Peer:
-    """The connection to a neighbour in the tree."""
+class StoreChannel:
+    """A channel through the group's store: every exchange has a number, under which each rank leaves its message."""
 
-    rank: int
-    socket: socket.socket
+    def __init__(self, group: dist.ProcessGroup, labels: dict[int, str]) -> None:
+        """Every rank must call this, in the same order as its other uses of the group.
 
-    def send(self, frame: _Frame) -> None:
-        header = _FRAME.pack(frame.kind, frame.number, frame.signature, len(frame.body))
-        self.socket.sendall(header + frame.body)
+        `labels`: the labels in words, for error messages.
+        """
+        made = _made[group] = _made.get(group, 0) + 1
+        self._store = PrefixStore(f"shardwise/channel/{made}", store_of(group))
+        self._rank, self._world_size = group.rank(), group.size()
+        self._labels = labels
+        self._timeout_s = timeout_s(group)
+        self._number = 0
+        self._left: list[str] = []
+        """Keys of this rank's messages, until every rank has read them."""
 
-    def receive(self) -> _Frame:
-        kind, number, signature, length = _FRAME.unpack(self._read(_FRAME.size))
-        return _Frame(_FrameKind(kind), number, signature, self._read(length))
+    def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
+        """Return all ranks' messages combined in rank order. Every rank must call this.
 
-    def _read(self, nbytes: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < nbytes:
-            part = self.socket.recv(nbytes - len(parts))
-            if not part:
-                raise ConnectionError("closed")
-            parts += part
-        return bytes(parts)
+        Raises:
+            CollectiveTimeout: a rank did not call this in time, or raised instead.
+            MismatchError: a rank called this with another label.
+        """
+        earlier, self._left = self._left, []
+        self._leave(label, message)
+        combined = functools.reduce(combine, [self._read(rank, label) for rank in range(self._world_size)])
+        for key in earlier:  # all ranks are here, so none reads an earlier message any more
+            self._store.delete_key(key)
+        return combined
+
+    def abandon(self, reason: str = "") -> None:
+        """Leave a notice in place of the message of the next exchange. Not collective."""
+        self._leave(_ABANDONED, reason.encode())
+
+    def close(self) -> None:
+        """Do nothing: the store belongs to the group."""
+
+    def _leave(self, label: int, message: bytes) -> None:
+        self._number += 1
+        self._left.append(f"{self._number}/{self._rank}")
+        said = label.to_bytes(_LABEL_BYTES, "little", signed=True) + message
+        self._store.set(self._left[-1], said)  # type: ignore[arg-type]  # it takes bytes too
+
+    def _read(self, rank: int, label: int) -> bytes:
+        """Return a rank's message in the present exchange."""
+        here, key = self._labels.get(label, "an exchange"), f"{self._number}/{rank}"
+        try:
+            self._store.wait([key], timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise CollectiveTimeout(
+                f"{here} on rank {self._rank}: rank {rank} did not take part within {self._timeout_s:g} s: it hangs, "
+                "runs other code, or waits for a rank that does."
+            ) from error
+        said = bytes(self._store.get(key))
+        theirs, message = int.from_bytes(said[:_LABEL_BYTES], "little", signed=True), said[_LABEL_BYTES:]
+        if theirs == _ABANDONED:
+            raise abandoned(rank, message.decode(), self._rank, here)
+        if theirs != label:
+            there = self._labels.get(theirs, "an exchange")
+            raise MismatchError(
+                f"ranks do different things: rank {self._rank} is at {here}, rank {rank} at {there}. {SAME_ORDER}"
+            )
+        return message
 
 
-def channel_of(group: dist.ProcessGroup, timeout_s: float, labels: dict[int, str]) -> Channel:
-    """Return a new channel between a group's ranks. Every rank of the group must call this, in the same order.
+_made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""By group: the number of channels made so far, which is the same on each of its ranks."""
 
-    Under torch's `fake` process group there are no peers, so `exchange` returns the message unchanged.
-    """
-    if distributed_c10d._world.pg_map.get(group, ("",))[0] == "fake":
-        return Channel(0, 1, HashStore(), timeout_s, labels)
-    store = store_of(group)
-    name = ",".join(map(str, distributed_c10d._world.pg_group_ranks.get(group, ())))
-    number = _made.get(name, 0)
-    _made[name] = number + 1
-    return Channel(group.rank(), group.size(), PrefixStore(f"shardwise/{number}", store), timeout_s, labels)
+
+def quoted(reason: str) -> str:
+    """Return the reason why a rank raised, as part of a sentence. "" if it is not known."""
+    return f'"{reason}"' if reason else "an error"
+
+
+def abandoned(peer: int, reason: str, rank: int, here: str) -> ShardwiseError:
+    """Return the error for rank `rank`, which waits at `here` for `peer`, which raised for a reason: an error's type
+    and message, or "" if it is not known."""
+    kind, _, text = reason.partition(": ")
+    if kind in CONSEQUENCES:
+        return CONSEQUENCES[kind](text)
+    return CollectiveTimeout(
+        f"rank {peer} raised {quoted(reason)} instead of taking part in {here}, for which rank {rank} waits. "
+        f"{ALL_OR_NONE}"
+    )
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
@@ -220,120 +142,20 @@ def store_of(group: dist.ProcessGroup) -> Store:
     return store
 
 
-class Reasons:
-    """Why ranks of a group raised: kept in the group's store, and read only to word an error."""
+def timeout_s(group: dist.ProcessGroup) -> float:
+    """Return the seconds to wait for a peer: `SHARDWISE_TIMEOUT_S`, else the process group's own timeout.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """Every rank must call this, in the same order as its other uses of the group."""
-        number = _reasons[group] = _reasons.get(group, 0) + 1
-        self._store = PrefixStore(f"shardwise/raised/{number}", store_of(group))
-        self._rank = group.rank()
-        self._meetings = 0
-        """Number of times that all ranks have yet to meet before this rank's reason is withdrawn."""
-
-    def tell(self, reason: str) -> None:
-        """Set this rank's reason. Waits for no rank, and does nothing if the store is gone."""
-        self._meetings = 2 if reason else 0
-        with contextlib.suppress(RuntimeError):
-            self._store.set(str(self._rank), reason)
-
-    def forget(self) -> None:
-        """Withdraw this rank's reason if all ranks have met twice since: in the first meeting they may have seen that
-        they differ, and in the second one they tell each other how."""
-        if self._meetings:
-            self._meetings -= 1
-            if not self._meetings:
-                self.tell("")
-
-    def of(self, rank: int) -> str:
-        """Return a rank's reason, or "" if it gave none."""
-        with contextlib.suppress(RuntimeError):
-            if self._store.check([str(rank)]):
-                return bytes(self._store.get(str(rank))).decode()
-        return ""
-
-
-_reasons: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""By group: number of `Reasons` made so far, which is the same on each of its ranks."""
-_made: dict[str, int] = {}
-"""By group of ranks: the number of channels made so far, which is the same on each of its ranks."""
-
-
-@contextlib.contextmanager
-def _listening(store: Store, rank: int, wanted: bool) -> Iterator[tuple[socket.socket | None, bytes]]:
-    """A context with a listening socket, whose address children find in the store; closed at exit."""
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    if not wanted:
-        yield None, token
-        return
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    with socket.create_server(("", 0), family=family, backlog=CHILDREN, dualstack_ipv6=dual) as listener:
-        where = "\n".join([token.hex(), str(listener.getsockname()[1]), *_own_addresses()])
-        store.set(f"channel/{rank}", where)
-        yield listener, token
-
-
-def _own_addresses() -> list[str]:
-    """Return addresses by which other hosts may reach this one, the likeliest first. The last is the host's name, by
-    which a process on the same host recognises it."""
-    found = []
-    master = os.environ.get("MASTER_ADDR")
-    if master:  # the source address of packets to the first host
-        with contextlib.suppress(OSError):
-            family, kind, protocol, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)
-                found.append(str(probe.getsockname()[0]))
-    return [*found, socket.gethostname()]
-
-
-def _connect(store: Store, rank: int, parent: int, timeout_s: float) -> _Peer:
-    token, port, *hosts = store.get(f"channel/{parent}").decode().split("\n")
-    if hosts[-1] == socket.gethostname():
-        hosts.insert(0, "127.0.0.1")
-    problems = []
-    for host in hosts:
-        try:
-            connection = socket.create_connection((host, int(port)), timeout=min(_CONNECT_S, timeout_s))
-        except OSError as error:
-            problems.append(f"{host}: {error}")
-            continue
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(bytes.fromhex(token) + rank.to_bytes(8, "little"))
-            connection.settimeout(timeout_s)  # the parent accepts only after it has connected to its own parent
-            peer = _Peer(parent, connection)
-            if peer._read(_TOKEN_BYTES) == bytes.fromhex(token):
-                return peer
-            problems.append(f"{host}: another process answers there")
-        except OSError as error:
-            problems.append(f"{host}: {error}")
-        connection.close()
-    raise CollectiveTimeout(
-        f"rank {rank} cannot reach rank {parent} on port {port} ({'; '.join(problems)}): ranks must be able to open "
-        "TCP connections to one another"
-    )
-
-
-def _accept(listener: socket.socket, token: bytes, children: Sequence[int], timeout_s: float) -> list[_Peer]:
-    found: dict[int, _Peer] = {}
-    listener.settimeout(timeout_s)
-    while len(found) < len(children):
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            missing = [rank for rank in children if rank not in found]
-            raise CollectiveTimeout(f"ranks {missing} did not connect to their parent within {timeout_s:g} s") from None
-        connection.settimeout(timeout_s)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stranger = _Peer(-1, connection)
-        with contextlib.suppress(OSError):
-            greeting = stranger._read(_TOKEN_BYTES + 8)
-            rank = int.from_bytes(greeting[_TOKEN_BYTES:], "little")
-            if secrets.compare_digest(greeting[:_TOKEN_BYTES], token) and rank in children:
-                connection.sendall(token)
-                found[rank] = _Peer(rank, connection)
-                continue
-        connection.close()
-    return [found[rank] for rank in children]
+    Raises:
+        ConfigError: the variable is not a positive number.
+    """
+    asked = os.environ.get("SHARDWISE_TIMEOUT_S")
+    if not asked:
+        kinds = group._device_types
+        options = group._get_backend(kinds[0]).options if kinds else None
+        return _DEFAULT_TIMEOUT_S if options is None else options._timeout.total_seconds()
+    seconds = 0.0
+    with contextlib.suppress(ValueError):
+        seconds = float(asked)
+    if not seconds > 0:
+        raise ConfigError(f"SHARDWISE_TIMEOUT_S={asked!r} is not a number of seconds")
+    return seconds

@@ -8,13 +8,13 @@ Life of a *reduce buffer*:
 
     claim -> write full gradients -> reduce_scatter -> Work.wait (the outputs are ready) -> claim ...
 
-`claim` and `release` are where an implementation orders memory accesses: streams waits for and records device events,
-shm waits for and advances counters that peers watch, gloo and dry do nothing. A gather buffer is read only between
-`wait` and `release`, and written only between `claim` and `all_gather`.
+`claim` and `release` are where an implementation orders memory accesses: on streams they wait for and record device
+events, in shared memory they wait for and advance counters that peers watch; with buffers of one process they do
+nothing. A gather buffer is read only between `wait` and `release`, and written only between `claim` and `all_gather`.
 
 Every method is collective unless its docstring denies it: all ranks of the group call it in the same order. Each call
-carries its purpose as a *label*, a small number that is the same on every rank; `labels` has the words. On CPUs, ranks
-that come with different labels raise a MismatchError that names both; on GPUs only `exchange` detects this.
+carries its purpose as a *label*, a small number that is the same on every rank; `labels` has the words. Ranks that come
+to an `exchange` with different labels raise a MismatchError that names both; in gloo and shm, to any collective.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ Combine = Callable[[bytes, bytes], bytes]
 
 
 class Collectives(Protocol):
-    """The collectives of one group of ranks. On CPUs sums are computed in rank order, in fp32 or wider; on accelerators
-    the backend decides order and dtype."""
+    """The collectives of one group of ranks. On CPUs sums are computed in fp32 or wider, by gloo and shm in rank order;
+    on accelerators the backend decides order and dtype."""
 
     name: str
-    """"streams", "gloo", "shm" or "dry"."""
+    """"torch", "streams", "dry", or that of a backend: "gloo", "shm"."""
     rank: int
     """This rank's position in the group."""
     world_size: int

@@ -1,14 +1,13 @@
-"""Sums without allocation: over ranks, and of gradients into buffers of perhaps another dtype.
+"""Sums of gradients into buffers of perhaps another dtype, without allocation.
 
-Sums over ranks are computed in rank order and in fp32 or wider, so a result depends neither on timing nor on the rank
-that computes it. A CPU operation on two dtypes allocates memory for the operand that it casts, and one with `out=` of
-another dtype computes in the inputs' dtype: 1/3 of a bf16 gradient would be rounded to bf16 before it is written to an
-fp32 buffer. Therefore casts go through scratch memory, a chunk at a time.
+A CPU operation on two dtypes allocates memory for the operand that it casts, and one with `out=` of another dtype
+computes in the inputs' dtype: 1/3 of a bf16 gradient would be rounded to bf16 before it is written to an fp32 buffer.
+Therefore casts go through scratch memory, a chunk at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -32,15 +31,8 @@ ones last, when they cost nothing at the peak."""
 
 _FP32_BYTES = 4
 
-_COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which terms of `dtype` are summed: fp32 for narrower floats, else `dtype`."""
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
-
-
-class _Scratch:
+class Scratch:
     """Scratch memory by dtype, as large as the largest request so far, so that steady-state steps allocate nothing."""
 
     def __init__(self) -> None:
@@ -59,53 +51,6 @@ class _Scratch:
         return sum(memory.nbytes for memory in self._memory.values())
 
 
-class RankOrderSum:
-    """Combines one piece of each rank as ((p0 + p1) + p2) + ..., each widened first, cast once at the end.
-
-    Holds two chunks of scratch memory at most.
-    """
-
-    def __init__(self) -> None:
-        self._total, self._widened = _Scratch(), _Scratch()
-
-    @torch.no_grad()
-    def __call__(self, pieces: Sequence[Tensor], out: Tensor, accumulate: bool = False, op: str = "sum") -> None:
-        """Compute out[:] = (out if accumulate else 0) + the pieces combined, one 1-D tensor of each rank, in rank
-        order.
-
-        `out` may be one of the pieces. The sum is complete before it is added to `out`.
-        """
-        combine = _COMBINE[op]
-        for start in range(0, out.numel(), CHUNK_NUMEL):
-            part = slice(start, start + CHUNK_NUMEL)
-            self._sum_chunk([piece[part] for piece in pieces], out[part], accumulate, combine)
-
-    def _sum_chunk(self, pieces: list[Tensor], out: Tensor, accumulate: bool, combine: Callable[..., Tensor]) -> None:
-        wide = accumulation_dtype(pieces[0].dtype)
-        total, widened = self._total(wide, out.numel()), self._widened(wide, out.numel())
-        running = _widen(pieces[0], total)
-        for position, piece in enumerate(pieces[1:], start=2):
-            # Only the last addition may write to `out`, which can be a piece that is still to be read.
-            ends_here = position == len(pieces) and out.dtype == wide and not accumulate
-            running = combine(running, _widen(piece, widened), out=out if ends_here else total)
-        if accumulate and wide.is_floating_point and out.itemsize < wide.itemsize:
-            # Like `out.add_`, which would allocate memory to cast `out`.
-            out.copy_(torch.add(running, _widen(out, widened), out=total))
-        elif accumulate:
-            out.add_(running)
-        elif running is not out:
-            out.copy_(running)
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes held now."""
-        return self._total.nbytes + self._widened.nbytes
-
-
-def _widen(piece: Tensor, scratch: Tensor) -> Tensor:
-    return piece if piece.dtype == scratch.dtype else scratch.copy_(piece)
-
-
 class ScaledAddition:
     """Computes target (+)= scale * source. Tensors must not require gradients: then autograd records nothing, and no
     mode has to be switched.
@@ -116,7 +61,7 @@ class ScaledAddition:
     def __init__(self, scale: float) -> None:
         self._scale = scale
         self._factors: dict[torch.dtype, Tensor] = {}
-        self._memory = _Scratch()
+        self._memory = Scratch()
 
     @property
     def scratch_bytes(self) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardwise.comm.signature import ALL_OR_NONE, SAME_ORDER, quoted
+from shardwise.comm.channel import ALL_OR_NONE, SAME_ORDER, quoted
 from shardwise.errors import CollectiveTimeout, MismatchError, one_line
 
 if TYPE_CHECKING:

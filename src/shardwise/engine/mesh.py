@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import accelerators
-from shardwise.comm.backends.dry import DryCollectives
-from shardwise.comm.backends.select import collectives_for
+from shardwise.comm.dry import DryCollectives
 from shardwise.comm.protocol import Collectives
+from shardwise.comm.select import collectives_for
 from shardwise.errors import MeshError
 from shardwise.layout.groups import consecutive_groups, hybrid_groups
 from shardwise.policy.strategy import Strategy

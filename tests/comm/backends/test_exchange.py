@@ -1,4 +1,4 @@
-"""Tests that gloo and shm must both pass: exact results, whatever the timing."""
+"""Tests that gloo, shm and torch's own collectives must pass: exact results, whatever the timing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from shardwise.comm.protocol import AllToAllPart, BufferKind, FlatSpan, Reductio
 from tests.comm.naive import FLOATS, KINDS, collectives, same_bits, sum_in_rank_order, values
 from tests.ranks import RankPools
 
-pytestmark = pytest.mark.parametrize(("kind", "world_size"), [(kind, n) for kind in KINDS for n in (2, 3, 4)])
+ALL = [(kind, n) for kind in (*KINDS, "torch") for n in (2, 3, 4)]
+everywhere = pytest.mark.parametrize(("kind", "world_size"), ALL)
+TWO_TERMS = ("torch", 2)  # whose sum is the same in any order
+in_rank_order = pytest.mark.parametrize(("kind", "world_size"), [c for c in ALL if c[0] in KINDS or c == TWO_TERMS])
 OPTIONS = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -217,10 +220,12 @@ def run_program(kind: str, steps: list[tuple[str, int]]) -> None:
             comm.barrier()
 
 
+@everywhere
 def test_gathers_one_ahead(ranks: RankPools, kind: str, world_size: int) -> None:
     ranks(world_size).run(gather_rounds, kind, 60)
 
 
+@in_rank_order
 def test_reductions_in_rank_order(ranks: RankPools, kind: str, world_size: int) -> None:
     mixed = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.bfloat16)]
     dtypes = [(dtype, dtype) for dtype in FLOATS] + mixed + [(torch.float32, torch.float64)]
@@ -228,28 +233,34 @@ def test_reductions_in_rank_order(ranks: RankPools, kind: str, world_size: int) 
     ranks(world_size).run(reduce_cases, kind, [*cases, (torch.float32, torch.float32, False, 300_001)])
 
 
+@everywhere
 def test_reductions_out_of_step(ranks: RankPools, kind: str, world_size: int) -> None:
     ranks(world_size).run(reduce_rounds, kind, 40)
 
 
+@in_rank_order
 def test_all_reduce(ranks: RankPools, kind: str, world_size: int) -> None:
     shapes: list[tuple[int, ...]] = [(), (1,), (0,), (3, 5), (300_001,)]
     cases = [(dtype, op, shape) for dtype in (*FLOATS, torch.int64) for op in ("sum", "max") for shape in shapes]
     ranks(world_size).run(all_reduce_cases, kind, cases)
 
 
+@in_rank_order
 def test_all_reduce_inside_a_reduce_buffer(ranks: RankPools, kind: str, world_size: int) -> None:
     ranks(world_size).run(all_reduce_in_buffer, kind)
 
 
+@in_rank_order
 def test_all_reduce_behind_a_reduction_in_another_group(ranks: RankPools, kind: str, world_size: int) -> None:
     ranks(world_size).run(all_reduces_behind_reductions, kind, 12)
 
 
+@everywhere
 def test_broadcast(ranks: RankPools, kind: str, world_size: int) -> None:
     ranks(world_size).run(broadcasts, kind, [(), (7,), (0,), (3, 400_000)])
 
 
+@everywhere
 @OPTIONS
 @given(
     steps=st.lists(
@@ -271,6 +282,7 @@ def small_pieces(kind: str) -> None:
         gloo.STAGING_BYTES, shm.STAGE_BYTES = staging, stage
 
 
+@in_rank_order
 def test_many_pieces(ranks: RankPools, kind: str, world_size: int) -> None:
     ranks(world_size).run(small_pieces, kind)
 
@@ -320,5 +332,6 @@ def all_to_all_rounds(kind: str, rounds: int) -> None:
     under_way[0][0].wait()
 
 
+@everywhere
 def test_parts_arrive_where_they_belong(ranks: RankPools, kind: str, world_size: int) -> None:
     ranks(world_size).run(all_to_all_rounds, kind, 40)

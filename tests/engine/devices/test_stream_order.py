@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import accelerators
-from shardwise.comm.backends import on_streams
+from shardwise.comm import on_streams
 from shardwise.comm.buffers import PrivateBuffers
 from tests.engine.cases import CASES, Case
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, seeded, squares
@@ -149,7 +149,7 @@ def test_gathers_wait_for_shards_and_slots_alone() -> None:
             lambda *given: before.append(compute.clock.get(compute.number, 0)), prepend=True
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with mock.patch.object(on_streams, "_all_gather", watched):
+        with mock.patch.object(on_streams, "all_gather_single", watched):
             for step in range(2):
                 gathers.clear()
                 loss = squares(model, batch(step))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.backends.dry import DryCollectives
+from shardwise.comm.dry import DryCollectives
 from shardwise.comm.protocol import BufferKind
 from shardwise.engine.units.arena import Arena
 from shardwise.engine.units.size_classes import SAME_CLASS, SLOT_ALIGN_BYTES, size_classes

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise import accelerators
-from shardwise.comm.backends import on_streams
-from shardwise.comm.backends.on_streams import StreamCollectives
+from shardwise.comm import on_streams
+from shardwise.comm.on_streams import StreamCollectives
 from shardwise.engine.lookup import require_engine
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import Collective, Exchange, Fence, Kernel, StepEvent, StepPhase
@@ -89,7 +89,7 @@ def watched(shard: StreamCollectives, replicate: StreamCollectives) -> Iterator[
         for call in CALLS:
             noted = watch.noting(call, getattr(StreamCollectives, call))
             stack.enter_context(mock.patch.object(StreamCollectives, call, noted))
-        for name in ("_all_gather", "_reduce_scatter"):
+        for name in ("all_gather_single", "reduce_scatter_single"):
             stack.enter_context(mock.patch.object(on_streams, name, watch.unseen(getattr(on_streams, name))))
         everywhere = watch.unseen(torch.distributed.all_reduce)
         stack.enter_context(mock.patch.object(on_streams.dist, "all_reduce", everywhere))

@@ -1,1 +1,1 @@
-"""Implementations of `Collectives`: on streams, gloo (pairwise), shared memory of one host, dry; and which to use."""
+"""Other implementations of `Collectives`: gloo (pairwise) and shared memory of one host; and which to use."""

@@ -19,20 +19,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shardwise.comm.buffers import (
-    PrivateBuffers,
-    check_reductions,
-    pieces_of,
-    received_parts,
-    sent_parts,
-    shares,
-    slice_of,
-)
-from shardwise.comm.channel import Reasons
+from shardwise.comm.backends.rank_order_sum import RankOrderSum, pieces_of, shares
+from shardwise.comm.backends.signature import Reasons, in_words, mismatch, sign
+from shardwise.comm.buffers import PrivateBuffers, check_reductions, received_parts, sent_parts, slice_of
+from shardwise.comm.channel import timeout_s
 from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, FlatSpan, Reduction, Then, Work
-from shardwise.comm.signature import in_words, mismatch, sign
-from shardwise.comm.summation import RankOrderSum
-from shardwise.comm.timeout import timeout_s
 from shardwise.errors import CollectiveTimeout, ShardwiseError
 
 if TYPE_CHECKING:

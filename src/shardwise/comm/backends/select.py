@@ -1,4 +1,4 @@
-"""Which implementation of the collectives a process group gets."""
+"""Which implementation of the collectives a process group gets: more of them than torch's own, and users may choose."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ import platform
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.backends.dry import DryCollectives
 from shardwise.comm.backends.gloo import GlooCollectives
+from shardwise.comm.backends.tree_channel import channel_of
+from shardwise.comm.dry import DryCollectives
+from shardwise.comm.on_streams import StreamCollectives
 from shardwise.comm.protocol import Collectives
+from shardwise.comm.torch_collectives import TorchCollectives
 from shardwise.errors import ConfigError
 
-CHOICES = ("streams", "gloo", "shm", "dry")
+CHOICES = ("streams", "gloo", "shm", "dry", "torch")
 
 
-def collectives_for(group: dist.ProcessGroup | None, device: torch.device | str) -> Collectives:
-    """Return the collectives for a group's ranks. Every rank of the group must call this.
-
-    Args:
-        group: None means the default group, or a world of one if torch.distributed is not initialised.
-        device: the device of this rank's buffers.
+def choose(group: dist.ProcessGroup | None, device: torch.device) -> Collectives | None:
+    """Return the collectives for a group's ranks; None if they need none. Every rank of the group must call this.
 
     Returns:
-        streams on accelerators; on CPUs shm if all ranks can share memory, else gloo; dry for a world of one and under
+        streams on accelerators; on CPUs shm if all ranks can share memory, else gloo; None for a world of one and under
         torch's `fake` process group. `SHARDWISE_COLLECTIVES` overrides this for larger worlds.
         `SHARDWISE_SEPARATE_REDUCTIONS=1` gives streams a second communicator for reductions, so that they and gathers
         do not queue behind one another, at the cost of a second set of the communicator's buffers.
@@ -33,23 +32,19 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device | str)
         ConfigError: `SHARDWISE_COLLECTIVES` names none of these, or one that is not possible here; or
             `SHARDWISE_SEPARATE_REDUCTIONS` is neither 0 nor 1.
     """
-    device = torch.device(device)
     asked = os.environ.get("SHARDWISE_COLLECTIVES", "")
     if asked and asked not in CHOICES:
         raise ConfigError(f"SHARDWISE_COLLECTIVES={asked!r}: choose one of {', '.join(CHOICES)}")
-    if group is None:
-        if not dist.is_initialized():
-            return DryCollectives(0, 1, device)
-        group = dist.group.WORLD
-        assert group is not None
-    if group.size() == 1 or asked == "dry" or dist.get_backend(group) == "fake":
+    if group is None or group.size() == 1 or dist.get_backend(group) == "fake":
+        return None
+    if asked == "dry":
         return DryCollectives(group.rank(), group.size(), device)
     if asked and (asked == "streams") != (device.type != "cpu"):
         raise ConfigError(f"SHARDWISE_COLLECTIVES={asked!r} cannot be used for ranks on {device.type}; leave it out")
     if device.type != "cpu":
-        from shardwise.comm.backends.on_streams import StreamCollectives
-
-        return StreamCollectives(group, device, separate_reductions=_separate_reductions())
+        return StreamCollectives(group, device, _separate_reductions(), channel=channel_of)
+    if asked == "torch":
+        return TorchCollectives(group)
     return GlooCollectives(group) if asked == "gloo" else _on_cpus(group, must_share=asked == "shm")
 
 

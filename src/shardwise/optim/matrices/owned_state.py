@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.backends.dry import DryCollectives
+from shardwise.comm.dry import DryCollectives
 from shardwise.comm.protocol import FINISHED, Collectives, Work
 from shardwise.engine.mesh import Mesh
 from shardwise.errors import UsageError

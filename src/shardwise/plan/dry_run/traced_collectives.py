@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from shardwise.comm.backends.dry import DryCollectives
 from shardwise.comm.buffers import check_reductions, deliver, finishing_op, sent_parts, slice_of
+from shardwise.comm.dry import DryCollectives
 from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, FlatSpan, Reduction, Work
 from shardwise.engine.mesh import Mesh
 from shardwise.plan.dry_run.job import Job

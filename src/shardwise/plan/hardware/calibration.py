@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import accelerators
-from shardwise.comm.backends.select import collectives_for
 from shardwise.comm.protocol import BufferKind, Collectives, FlatSpan, Reduction
+from shardwise.comm.select import collectives_for
 from shardwise.plan.hardware.devices import Figure, Hardware, Measured, Points, device_names, find_device
 from shardwise.policy.precision import short_dtype_name
 

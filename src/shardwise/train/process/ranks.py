@@ -17,9 +17,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # imported while there is a group, its functions' defaults would keep the group
 
 from shardwise import accelerators
-from shardwise.comm.channel import Channel, channel_of
+from shardwise.comm.backends.tree_channel import TreeChannel, channel_of
 from shardwise.comm.protocol import Combine
-from shardwise.comm.timeout import timeout_s
 from shardwise.errors import MeshError
 from shardwise.together import fail_together, work_together
 from shardwise.train.process.interruption import Interrupted
@@ -34,7 +33,7 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    _channels: list[Channel] = field(default_factory=list, init=False, repr=False, compare=False)
+    _channels: list[TreeChannel] = field(default_factory=list, init=False, repr=False, compare=False)
     """Empty until the first exchange, then one channel. A list, because the class is frozen."""
 
     @property
@@ -76,7 +75,7 @@ class Ranks:
         if not self._channels:
             world = dist.group.WORLD
             assert world is not None
-            self._channels.append(channel_of(world, timeout_s(world), {}))
+            self._channels.append(channel_of(world, {}))
         return self._channels[0].exchange(message, combine)
 
     @contextmanager

@@ -16,23 +16,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shardwise.comm.backends.rank_order_sum import RankOrderSum, pieces_of, shares
 from shardwise.comm.backends.shared_memory.counters import JOURNAL_LINES, Counter, Journal, Watch
 from shardwise.comm.backends.shared_memory.segment import Segment, make_private
+from shardwise.comm.backends.signature import sign
 from shardwise.comm.buffers import (
     POISON_BYTE,
     NoStreams,
     check_reductions,
-    pieces_of,
     poison_asked,
     received_parts,
     sent_parts,
-    shares,
     slice_of,
 )
+from shardwise.comm.channel import timeout_s
 from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, BufferKind, Combine, FlatSpan, Reduction, Then, Work
-from shardwise.comm.signature import sign
-from shardwise.comm.summation import RankOrderSum
-from shardwise.comm.timeout import timeout_s
 
 if TYPE_CHECKING:
     import torch.distributed as dist

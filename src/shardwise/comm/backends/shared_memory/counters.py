@@ -13,8 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from shardwise.comm.backends.shared_memory.segment import LINE_BYTES, exchange
-from shardwise.comm.channel import Reasons
-from shardwise.comm.signature import in_words, mismatch, sign
+from shardwise.comm.backends.signature import Reasons, in_words, mismatch, sign
 from shardwise.errors import CollectiveTimeout, ShardwiseError
 from shardwise.liveness import birth, ending
 

@@ -17,33 +17,18 @@ Unlike on CPUs, the backend decides the order of a sum, and adds terms narrower 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import accelerators
-from shardwise.comm.buffers import (
-    PrivateBuffers,
-    check_reductions,
-    deliver,
-    finishing_op,
-    received_parts,
-    sent_parts,
-    slice_of,
-)
-from shardwise.comm.channel import channel_of
-from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, BufferKind, Combine, FlatSpan, Reduction, Work
-from shardwise.comm.timeout import timeout_s
+from shardwise.comm.buffers import check_reductions, deliver, finishing_op, slice_of
+from shardwise.comm.channel import Channel, StoreChannel
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, BufferKind, FlatSpan, Reduction, Work
+from shardwise.comm.torch_collectives import OPS, TorchCollectives, all_gather_single, real, reduce_scatter_single
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-# torch 2.13 renamed these functions.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _REFUSED = (torch.int16, torch.uint16, torch.uint32)
 """Dtypes that NCCL does not have; all_reduce sums them as int64. Complex numbers, which it lacks too, are summed as
 pairs. Data that is only moved is sent as bytes."""
@@ -52,7 +37,7 @@ _AVERAGING = ("nccl", "fake")
 """Substrings of the names of backends that support a mean (AVG). gloo supports only sums; others are not known to."""
 
 
-class StreamCollectives(PrivateBuffers):
+class StreamCollectives(TorchCollectives):
     """Collectives of ranks on accelerators, one accelerator for each rank."""
 
     name = "streams"
@@ -63,27 +48,18 @@ class StreamCollectives(PrivateBuffers):
         device: torch.device,
         separate_reductions: bool = False,
         poison: bool | None = None,
+        channel: Callable[[dist.ProcessGroup, dict[int, str]], Channel] = StoreChannel,
     ) -> None:
-        """Every rank of the group must call this.
-
-        Args:
-            group: the ranks' process group; it must have a backend for the device.
-            device: this rank's accelerator.
-            separate_reductions: use a second communicator for reductions, so that they and gathers do not queue behind
-                one another. It costs memory for the communicator's buffers a second time.
-            poison: fill released buffers with 0xFF bytes; None: as the environment says.
-        """
-        super().__init__(group.rank(), group.size(), device, poison)
-        self.process_group = group
+        """As that of `TorchCollectives`. `separate_reductions`: use a second communicator for reductions, so that they
+        and gathers do not queue behind one another. It costs memory for the communicator's buffers a second time."""
+        super().__init__(group, device, poison, channel)
         self.on_streams = True
-        self._group = group
         self._reduce_group = group
         if separate_reductions:
             ranks = dist.get_process_group_ranks(group)
             backend = dist.get_backend(group)
             self._reduce_group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
         self._averages = any(name in dist.get_backend(group) for name in _AVERAGING)
-        self._channel = channel_of(group, timeout_s(group), self.labels)
         self._slice_stream = accelerators.new_stream(device)
         self._gather_stream = accelerators.new_stream(device)
         self._reduce_stream = accelerators.new_stream(device)
@@ -137,7 +113,7 @@ class StreamCollectives(PrivateBuffers):
             for span in spans:
                 nbytes = span.shard_bytes * self.world_size
                 whole = buffer.bytes[span.start : span.start + nbytes]
-                _all_gather(whole, slice_of(whole, self.rank, self.world_size), group=self._group)
+                all_gather_single(whole, slice_of(whole, self.rank, self.world_size), group=self._group)
         return _OnStream(stream, keep=buffer)
 
     def release(self, buffer: Buffer) -> None:
@@ -172,7 +148,7 @@ class StreamCollectives(PrivateBuffers):
             into = [r.out if finishing else slice_of(r.flat, self.rank, self.world_size) for r in reductions]
             with self._together(self._reduce_group, len(reductions)):
                 for r, part in zip(reductions, into, strict=True):
-                    _reduce_scatter(_real(part), _real(r.flat), op=op, group=self._reduce_group)
+                    reduce_scatter_single(real(part), real(r.flat), op=op, group=self._reduce_group)
             for r, part in zip(reductions, into, strict=True):
                 if part is not r.out:
                     deliver(part, r, self._factors)
@@ -186,8 +162,8 @@ class StreamCollectives(PrivateBuffers):
         with self._on(self._reduce_stream):
             if isinstance(after, _OnStream):  # another group's, so on another stream; `after` keeps its memory until
                 self._reduce_stream.wait_event(after.event)  # the compute stream has waited for it as well
-            moving = tensor.detach().long() if tensor.dtype in _REFUSED else _real(tensor.detach())
-            dist.all_reduce(moving, _OPS[op], group=self._reduce_group)
+            moving = tensor.detach().long() if tensor.dtype in _REFUSED else real(tensor.detach())
+            dist.all_reduce(moving, OPS[op], group=self._reduce_group)
             if tensor.dtype in _REFUSED:
                 tensor.detach().copy_(moving)
         return _OnStream(self._reduce_stream, keep=(tensor, after))
@@ -195,11 +171,7 @@ class StreamCollectives(PrivateBuffers):
     @torch.no_grad()
     def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
         """Exchange the parts on the reduce stream, in one launch."""
-        sent, received = [0] * self.world_size, [0] * self.world_size
-        for part, _ in sent_parts(parts, self.rank):
-            sent[part.target] = part.nbytes
-        for part, _ in received_parts(parts, self.rank):
-            received[part.source] = part.nbytes
+        sent, received = self.sizes(parts)
         with self._on(self._reduce_stream):
             outgoing = buffer.bytes[: sum(sent)]
             dist.all_to_all_single(into, outgoing, received, sent, group=self._reduce_group)
@@ -207,26 +179,13 @@ class StreamCollectives(PrivateBuffers):
         self._free[buffer.index] = work.event
         return work
 
-    @torch.no_grad()
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Broadcast the tensor's bytes on the current stream."""
-        dist.broadcast(tensor.detach().view(-1).view(torch.uint8), group=self._group, group_src=src)
-
     def barrier(self) -> None:
         """Wait on the host until every rank has called this."""
         dist.barrier(self._group, device_ids=[self.device.index or 0])
 
-    def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
-        """Exchange through the channel between hosts. Waits for no stream."""
-        return self._channel.exchange(message, combine, label)
-
-    def abandon(self, reason: str = "") -> None:
-        """Tell peers through the channel."""
-        self._channel.abandon(reason)
-
     def close(self) -> None:
         """Close the channel and the second communicator, if there is one."""
-        self._channel.close()
+        super().close()
         if self._reduce_group is not self._group:
             dist.destroy_process_group(self._reduce_group)
             self._reduce_group = self._group
@@ -265,11 +224,6 @@ class StreamCollectives(PrivateBuffers):
         except BaseException:
             c10d._world.pg_coalesce_state.pop(group, None)
             raise
-
-
-def _real(flat: Tensor) -> Tensor:
-    """Return complex numbers as pairs of real ones, in the same memory; other tensors as they are."""
-    return torch.view_as_real(flat) if flat.is_complex() else flat
 
 
 class _OnStream:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.backends import on_streams
-from shardwise.comm.backends.on_streams import StreamCollectives
+from shardwise.comm import on_streams
+from shardwise.comm.on_streams import StreamCollectives
 from shardwise.comm.protocol import BufferKind, FlatSpan, Reduction
 from tests.comm.nccl_double import BACKEND, KNOWN, Launch, NcclDouble, doubled, streams
 from tests.engine.rig import on_ranks
@@ -145,7 +145,7 @@ def test_regions_are_gathered_in_one_launch() -> None:
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=repr)
 @on_ranks(2)
 def test_an_error_among_coalesced_collectives_leaves_the_group_as_it_was(error: BaseException) -> None:
-    launch, calls = on_streams._all_gather, []
+    launch, calls = on_streams.all_gather_single, []
 
     def failing(*args: Any, **kwargs: Any) -> None:
         launch(*args, **kwargs)
@@ -154,7 +154,7 @@ def test_an_error_among_coalesced_collectives_leaves_the_group_as_it_was(error: 
             raise error
 
     with collectives() as group:
-        with mock.patch.object(on_streams, "_all_gather", failing), pytest.raises(type(error)):
+        with mock.patch.object(on_streams, "all_gather_single", failing), pytest.raises(type(error)):
             gather(group)
         NcclDouble.launches.clear()
         mine = torch.ones(3)

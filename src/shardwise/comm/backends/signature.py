@@ -1,4 +1,5 @@
-"""The signature that ranks send along with data: a number for which collective this is, and for what purpose.
+"""The signature that ranks send along with data: a number for which collective this is, and for what purpose; and why
+ranks raised.
 
 Ranks that call different collectives at the same point have different signatures. So they notice before one uses the
 other's bytes as something else, and the error can say what each of them called.
@@ -6,11 +7,17 @@ other's bytes as something else, and the error can say what each of them called.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
 from collections.abc import Callable, Mapping
+from weakref import WeakKeyDictionary
 
-from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from shardwise.comm.channel import ALL_OR_NONE, CONSEQUENCES, SAME_ORDER, abandoned, quoted, store_of
+from shardwise.errors import MismatchError, ShardwiseError
 
 OPS = (
     "abandon",
@@ -26,13 +33,6 @@ OPS = (
     "release",
     "fail",
 )
-SAME_ORDER = (
-    "Every rank must call the same units in the same order, in forward and in backward; a batch that one rank skips, "
-    "all must skip."
-)
-ALL_OR_NONE = "What one rank abandons, all must abandon: let the error end the run, or skip the step on every rank."
-_CONSEQUENCES = {kind.__name__: kind for kind in (MismatchError, CollectiveTimeout)}
-"""Errors that quote a cause: ranks that learn of one repeat it."""
 _CRC_BITS, _OP_BITS, _LABEL_BITS = 32, 5, 24
 
 
@@ -50,11 +50,6 @@ def in_words(signature: int, labels: Mapping[int, str]) -> str:
     return labels.get(label, op) if label else f"the {op} of a buffer" if op in {"claim", "release"} else op
 
 
-def quoted(reason: str) -> str:
-    """Return the reason why a rank raised, as part of a sentence. "" if it is not known."""
-    return f'"{reason}"' if reason else "an error"
-
-
 def mismatch(
     rank: int, own: int, peer: int, theirs: int, labels: Mapping[int, str], reason_of: Callable[[int], str]
 ) -> ShardwiseError:
@@ -63,13 +58,7 @@ def mismatch(
     here, there = in_words(own, labels), in_words(theirs, labels)
     reasons = {who: reason_of(who) for who in (rank, peer)}
     if _parts(theirs)[1] in {"abandon", "fail"}:
-        kind, _, text = reasons[peer].partition(": ")
-        if kind in _CONSEQUENCES:
-            return _CONSEQUENCES[kind](text)
-        return CollectiveTimeout(
-            f"rank {peer} raised {quoted(reasons[peer])} instead of taking part in {here}, for which rank {rank} "
-            f"waits. {ALL_OR_NONE}"
-        )
+        return abandoned(peer, reasons[peer], rank, here)
     if _parts(own)[1] == "abandon":
         return MismatchError(
             f"rank {rank} raised {quoted(reasons[rank])} and went on, while rank {peer} was at {there}. {ALL_OR_NONE}"
@@ -85,7 +74,7 @@ def mismatch(
             f"rank {peer} and rank {rank} are both at {here}, but with different sizes or dtypes: every rank must "
             "build the same model and call it in the same way."
         )
-    causes = {who: reason for who, reason in reasons.items() if reason and reason.split(":")[0] not in _CONSEQUENCES}
+    causes = {who: reason for who, reason in reasons.items() if reason and reason.split(":")[0] not in CONSEQUENCES}
     return MismatchError(
         f"ranks do different things: rank {rank} is at {here}, rank {peer} at {there}"
         + "".join(f", rank {who} raised {quoted(reason)} before" for who, reason in causes.items())
@@ -98,3 +87,40 @@ def _parts(signature: int) -> tuple[int, str]:
     upper = (signature - 1) >> _CRC_BITS
     op = upper & ((1 << _OP_BITS) - 1)
     return upper >> _OP_BITS, OPS[op] if op < len(OPS) else "an unknown operation"
+
+
+class Reasons:
+    """Why ranks of a group raised: kept in the group's store, and read only to word an error."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Every rank must call this, in the same order as its other uses of the group."""
+        number = _reasons[group] = _reasons.get(group, 0) + 1
+        self._store = PrefixStore(f"shardwise/raised/{number}", store_of(group))
+        self._rank = group.rank()
+        self._meetings = 0
+        """Number of times that all ranks have yet to meet before this rank's reason is withdrawn."""
+
+    def tell(self, reason: str) -> None:
+        """Set this rank's reason. Waits for no rank, and does nothing if the store is gone."""
+        self._meetings = 2 if reason else 0
+        with contextlib.suppress(RuntimeError):
+            self._store.set(str(self._rank), reason)
+
+    def forget(self) -> None:
+        """Withdraw this rank's reason if all ranks have met twice since: in the first meeting they may have seen that
+        they differ, and in the second one they tell each other how."""
+        if self._meetings:
+            self._meetings -= 1
+            if not self._meetings:
+                self.tell("")
+
+    def of(self, rank: int) -> str:
+        """Return a rank's reason, or "" if it gave none."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([str(rank)]):
+                return bytes(self._store.get(str(rank))).decode()
+        return ""
+
+
+_reasons: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""By group: number of `Reasons` made so far, which is the same on each of its ranks."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardwise.comm.backends.dry import DryCollectives
+from shardwise.comm.dry import DryCollectives
 from shardwise.comm.protocol import BufferKind, FlatSpan, Reduction
 
 
