@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.dry import DryCollectives
 from shardwise.comm.protocol import Buffer, BufferKind, Combine, FlatSpan, Reduction, Work
-from shardwise.engine.control import Control
+from shardwise.engine.collective_log import CollectiveLog
 from shardwise.engine.mesh import Mesh
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "step.svg"
@@ -146,7 +146,7 @@ def record() -> Recording:
         model, "full_shard", mesh=mesh, units=lambda fqn, module: fqn.startswith("blocks.") and fqn.count(".") == 1
     )
     for index, name in enumerate([ROOT, *(f"block {i + 1}" for i in range(BLOCKS))]):
-        ranks.units[Control.gather_label(index)] = ranks.units[Control.reduce_label(index)] = name
+        ranks.units[CollectiveLog.gather_label(index)] = ranks.units[CollectiveLog.reduce_label(index)] = name
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         notes.clear()

@@ -124,7 +124,7 @@ def used_flag_lost() -> AbstractContextManager[Any]:
 
         return agree
 
-    return at("engine.control:Control.agree", change)
+    return at("engine.collective_log:CollectiveLog.agree", change)
 
 
 def skipped_call_not_passed() -> AbstractContextManager[Any]:

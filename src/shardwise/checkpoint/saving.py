@@ -30,7 +30,7 @@ from shardwise.checkpoint.publish.writing import Writing, check_arguments, publi
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
 from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
 from shardwise.checkpoint.staging import StagingBuffer
-from shardwise.engine.control import Moment
+from shardwise.engine.collective_log import SyncPoint
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engines_of, shard_stores
 from shardwise.engine.setup.module_methods import give_up_interrupted
@@ -96,7 +96,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     peers = Peers(mesh_of(engines))
     wait_for_last_save(peers)
     for engine in engines:
-        engine.control.agree(Moment.SAVE)  # a rank may have skipped its last optimizer step
+        engine.log.agree(SyncPoint.SAVE)  # a rank may have skipped its last optimizer step
     with peers.together("the checkpoint cannot be saved"):
         check_arguments(step, extra, max_file_bytes)
         _check_ready(engines, optimizer, asynchronous)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.engine.control import Control, Moment
+from shardwise.engine.collective_log import CollectiveLog, SyncPoint
 from shardwise.engine.units.gradients import Fate
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
@@ -37,8 +37,8 @@ def _unwatched(unit: Unit) -> AbstractContextManager[None]:
 class BackwardSteps:
     """The steps of one engine's optimizers in backward. All happen in graph order, alike on every rank."""
 
-    def __init__(self, control: Control) -> None:
-        self._control = control
+    def __init__(self, log: CollectiveLog) -> None:
+        self._log = log
         self._optimizers: dict[Optimizer, Clip | None] = {}
         self._reduced: dict[Unit, None] = {}
         """Units whose reduction was begun since the last `take_early`."""
@@ -84,7 +84,7 @@ class BackwardSteps:
         begin. Every rank must call this."""
         for unit in self._reduced if self._is_early else ():
             flags = unit.gradients.fates() + bytes([_awaits_more(unit)])
-            *fates, awaits_more = self._control.agree(Moment.UNIT_REDUCED, flags)
+            *fates, awaits_more = self._log.agree(SyncPoint.UNIT_REDUCED, flags)
             if not awaits_more and Fate.WAITS not in fates:
                 with hooks_run():
                     unit.gradients.hand_out(fates)

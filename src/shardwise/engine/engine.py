@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from shardwise.engine.control import Control, Moment
+from shardwise.engine.collective_log import CollectiveLog, SyncPoint
 from shardwise.engine.forwards import Forwards
 from shardwise.engine.frozen import warn_of_frozen
 from shardwise.engine.loans import Loans
@@ -96,8 +96,8 @@ def tell_of_errors() -> Iterator[None]:
     except BaseException as error:
         raised, _backwards.raised = _backwards.raised, []
         for engine in raised or (_engines if _backwards.depth == 1 else ()):
-            if raised or engine.control.is_awaiting:
-                engine.control.abandon(error)
+            if raised or engine.log.is_awaiting:
+                engine.log.abandon(error)
         raise
     finally:
         _backwards.depth -= 1
@@ -121,9 +121,9 @@ class Engine:
         self.root: Unit
         """The first unit. Set by `install`."""
         self.schedule = Schedule()
-        self.control = Control(mesh)
-        self.unsharder = Unsharder(mesh, self.control, self.schedule, slots)
-        self.reducer = Reducer(mesh, self.control, strategy.keeps_grads)
+        self.log = CollectiveLog(mesh)
+        self.unsharder = Unsharder(mesh, self.log, self.schedule, slots)
+        self.reducer = Reducer(mesh, self.log, strategy.keeps_grads)
         self.loans = Loans(self.unsharder, self.schedule, partial(self._use, again=False))
         self.saved = SavedTensors(self.unsharder.slots, self._on_enter, self._unshard_on_demand)
         self.forwards = Forwards()
@@ -156,7 +156,7 @@ class Engine:
         self._is_allocated = False
         for index, unit in enumerate(self.units):
             unit.join(self, index)
-        self.control.name_units([unit.fqn for unit in self.units])
+        self.log.name_units([unit.fqn for unit in self.units])
 
     @property
     def nesting(self) -> int:
@@ -285,7 +285,7 @@ class Engine:
     def _raised_before_ours(self) -> None:
         """React to a forward that raised before our pre-forward hook ran, as in a user's own hook."""
         if torch.is_grad_enabled() and not self.runs_model:
-            self.control.abandon(sys.exception())
+            self.log.abandon(sys.exception())
 
     def _end_forward(self, unit: Unit, call: Call[Unit], output: object) -> object:
         place = self.saved.leave()
@@ -303,7 +303,7 @@ class Engine:
             with temporarily_clear_interpreter_stack():
                 self._exit_forward(call, lent, failure)
         if call.has_backward and len(self.forwards) == 1 and not call.recompute and _transform() is None:
-            self.control.await_backward(place[0].order)
+            self.log.await_backward(place[0].order)
         return output
 
     def _exit_forward(self, call: Call[Unit], lent: Sequence[Call[Unit]], failure: BaseException | None) -> None:
@@ -325,10 +325,10 @@ class Engine:
     def _compare(self, failure: BaseException | None) -> None:
         """Compare, at the end of an outermost forward, what ranks issued, before the output is returned."""
         if failure is not None:
-            if self.control.has_news or torch.is_grad_enabled():  # else this rank may be evaluating alone
-                self.control.abandon(failure)
-        elif self.control.has_news:
-            self.control.agree(Moment.FORWARD_END)
+            if self.log.has_news or torch.is_grad_enabled():  # else this rank may be evaluating alone
+                self.log.abandon(failure)
+        elif self.log.has_news:
+            self.log.agree(SyncPoint.FORWARD_END)
 
     def _leave_forward(self, unit: Unit, call: Call[Unit]) -> None:
         if unit.parameters.state is ParameterState.IN_USE:
@@ -427,7 +427,7 @@ class Engine:
         """Handle every moment down to `position` that this backward has not passed yet."""
         if forward.follow(torch._C._current_graph_task_id()):
             self.begin_backward()
-            self.control.backward_began(forward.order)
+            self.log.backward_began(forward.order)
             for newer in [other for other in self._walked if other.order > forward.order]:
                 self._pass(newer)  # autograd has finished with it
             self._walked.append(forward)
@@ -509,7 +509,7 @@ class Engine:
 
     def on_step(self) -> None:
         """Note that an optimizer has updated a unit: all ranks must have done so when they next agree."""
-        self.control.note_step()
+        self.log.note_step()
 
     def _finish_backward(self) -> None:
         """End this backward, once autograd is done: pass the moments left, reduce the rest and hand out gradients."""
@@ -519,7 +519,7 @@ class Engine:
         except (MismatchError, CollectiveTimeout):
             raise  # every rank raises
         except BaseException as error:
-            self.control.abandon(error)
+            self.log.abandon(error)
             raise
         self.backward = Backward.NONE
 
@@ -550,7 +550,7 @@ class Engine:
         if was_running and _backwards.depth:
             _backwards.raised.append(self)
         elif was_running:
-            self.control.abandon(None)
+            self.log.abandon(None)
 
     def show_sharded(self) -> None:
         """Let modules hold the sharded parameters, except those whose forward is under way. No communication."""
@@ -568,7 +568,7 @@ class Engine:
             self._abandon_backward()
         if self.forwards:
             if self.forwards[0][0].calls.want_backward:
-                self.control.abandon(None)
+                self.log.abandon(None)
             self._abandon_forward()
 
     def _abandon_backward(self) -> None:

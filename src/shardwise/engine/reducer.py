@@ -33,7 +33,7 @@ from shardwise.comm.protocol import FINISHED, Reduction, Work
 from shardwise.comm.summation import BatchedAddition, ScaledAddition
 from shardwise.engine.apart_reductions import lies_apart, start_apart
 from shardwise.engine.backward_steps import BackwardSteps
-from shardwise.engine.control import Control, Moment
+from shardwise.engine.collective_log import CollectiveLog, SyncPoint
 from shardwise.engine.in_flight import Flight, InFlight
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.reduce_slots import ReduceSlots
@@ -49,17 +49,17 @@ from shardwise.sharded.in_backward import hooks_run
 class Reducer:
     """Reduce slots and reductions of one engine. Everything here happens in graph order, alike on every rank."""
 
-    def __init__(self, mesh: Mesh, control: Control, keeps_full: bool) -> None:
+    def __init__(self, mesh: Mesh, log: CollectiveLog, keeps_full: bool) -> None:
         """`keeps_full`: every unit has a full-size gradient buffer of its own (ZeRO-1)."""
         self._mesh = mesh
-        self._control = control
+        self._log = log
         # In a shard group of one rank nothing is scattered: replicas reduce the slots themselves.
         self._collectives = mesh.replicate if mesh.shard.world_size == 1 else mesh.shard
         self._additions: dict[float, ScaledAddition] = {}
         """By the divisor of the sum."""
         self.slots = ReduceSlots(mesh, self._collectives, keeps_full)
         self._in_flight = InFlight()
-        self.steps = BackwardSteps(control)
+        self.steps = BackwardSteps(log)
 
     @property
     def scratch_bytes(self) -> int:
@@ -129,14 +129,14 @@ class Reducer:
         if not reduced:
             if not all(unit.keeps_params for unit in units):
                 # Else nothing was issued, and ranks may run different numbers of such backwards.
-                self._control.agree(Moment.BACKWARD_END)
+                self._log.agree(SyncPoint.BACKWARD_END)
             return
         self._finish_reduced(reduced)
 
     def _finish_reduced(self, units: Sequence[Unit]) -> None:
         self.steps.close()
         own = b"".join(unit.gradients.fates() for unit in units)
-        agreed = iter(self._control.agree(Moment.BACKWARD_END, own))
+        agreed = iter(self._log.agree(SyncPoint.BACKWARD_END, own))
         of_units = [list(islice(agreed, len(unit.gradients.keys))) for unit in units]
         for unit, fates in zip(units, of_units, strict=True):
             if Fate.WAITS in fates:  # on any rank, so all of them reduce, in unit order
@@ -197,9 +197,9 @@ class Reducer:
         assert slot.holder is unit, f"{unit} reduces a slot that is not its own"
         groups = [group for group in unit.groups if group.trainable]
         shard, replicate = self._mesh.shard, self._mesh.replicate
-        label = self._control.reduce_label(unit.index)
+        label = self._log.reduce_label(unit.index)
         if self._mesh.world_size > 1:
-            self._control.note(label)
+            self._log.note(label)
         if unit.gradients.reducing is not MEAN and lies_apart(unit, self._mesh):
             start_apart(unit, slot, label, self._mesh, self._in_flight)
             return

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 
 from shardwise.comm.protocol import BufferKind
-from shardwise.engine.control import Control
+from shardwise.engine.collective_log import CollectiveLog
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.schedule import Phase, Schedule
 from shardwise.engine.units.arena import Arena, Slot
@@ -35,9 +35,9 @@ _READ_AHEAD = 6
 class Unsharder:
     """The gather slots of one engine's units. Everything here happens in graph order, alike on every rank."""
 
-    def __init__(self, mesh: Mesh, control: Control, schedule: Schedule, slots: int) -> None:
+    def __init__(self, mesh: Mesh, log: CollectiveLog, schedule: Schedule, slots: int) -> None:
         self._mesh = mesh
-        self._control = control
+        self._log = log
         self._schedule = schedule
         self._slots = slots
         self._ahead = 0
@@ -139,9 +139,9 @@ class Unsharder:
     def _start(self, unit: Unit, slot: Slot[Unit]) -> None:
         # Load first: a disk may fail, and must do so before anything is issued or taken.
         held = unit.parameters.slices_for(slot).come() if self._ahead else ()
-        label = self._control.gather_label(unit.index)
+        label = self._log.gather_label(unit.index)
         if slot.collectives.world_size > 1:
-            self._control.note(label)
+            self._log.note(label)
         slot.take(unit)  # waits for the slot's last readers, before this rank's slices are written into it
         unit.parameters.unshard(slot, label)
         del held

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwise.engine.control import Moment
+from shardwise.engine.collective_log import SyncPoint
 from shardwise.engine.engine import Backward, Engine
 from shardwise.engine.lookup import engine_of, engines_of, units_at
 from shardwise.engine.units.unit import Unit
@@ -69,8 +69,8 @@ def _hold(engine: Engine, units: Sequence[Unit]) -> None:
         engine.loans.hold(units)
     if engine.forwards.are_over:  # else ranks agree when the outermost forward is over
         engine.unsharder.settle()
-        if engine.control.has_news:
-            engine.control.agree(Moment.BY_HAND)
+        if engine.log.has_news:
+            engine.log.agree(SyncPoint.BY_HAND)
 
 
 def _give_back(engine: Engine, units: Sequence[Unit]) -> str | None:

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 
-from shardwise.engine.control import merged
+from shardwise.engine.collective_log import merged
 from shardwise.engine.mesh import Mesh
 from shardwise.offload import host_threads
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.control import Moment
+from shardwise.engine.collective_log import SyncPoint
 from shardwise.engine.engine import Engine
 from shardwise.errors import CollectiveTimeout, MismatchError
 
@@ -50,15 +50,15 @@ class _Rounds:
         return False
 
     def _agree(self, goes_on: bool) -> bool:
-        self._others_wait = self._engine.control.is_any(goes_on, Moment.ROUND_OF_GENERATE)
+        self._others_wait = self._engine.log.is_any(goes_on, SyncPoint.ROUND_OF_GENERATE)
         return self._others_wait
 
     def fail(self, error: Exception) -> None:
         """Tell the other ranks that this one raised, unless the model's forward has, or they are out of step anyway."""
-        control = self._engine.control
-        known = control.has_abandoned or isinstance(error, MismatchError | CollectiveTimeout)
+        log = self._engine.log
+        known = log.has_abandoned or isinstance(error, MismatchError | CollectiveTimeout)
         if self._others_wait and not known:
-            control.abandon(error)
+            log.abandon(error)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         """Return the inputs of the next round."""

@@ -1,12 +1,12 @@
-"""What ranks agree on besides data: that they issue the same collectives, and which gradients exist.
+"""The desync check: ranks agree that they issue the same collectives, and on which gradients exist.
 
-Each rank hashes what it issues, one gather or reduction after the other, and what it does alone but all must do alike:
-an optimizer's step, a step of training that it abandons. At some moments all ranks exchange their hashes, between their
-hosts: when an outermost forward that issued something ends, before its output is returned; when a backward ends, before
-gradients are handed out; after each unit's reduction, if optimizers step in backward; when units were unsharded by hand
-between steps; and before a save. None waits for a device. Ranks whose hashes differ then exchange their logs, and all
-raise the error that names the first difference. (On CPUs collectives carry labels too, so that ranks that wait for one
-another in different collectives notice at once.)"""
+Each rank logs and hashes what it issues, one gather or reduction after the other, and what it does alone but all must
+do alike: an optimizer's step, a step of training that it abandons. At *sync points* all ranks exchange their hashes,
+between their hosts: when an outermost forward that issued something ends, before its output is returned; when a
+backward ends, before gradients are handed out; after each unit's reduction, if optimizers step in backward; when units
+were unsharded by hand between steps; and before a save. None waits for a device. Ranks whose hashes differ then
+exchange their logs, and all raise the error that names the first difference. (In gloo and shm collectives carry labels
+too, so that ranks that wait for one another in different collectives notice at once.)"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HEAD = struct.Struct("<QqQq")
 _PRIME, _MASK = 0x100000001B3, (1 << 64) - 1
 
 
-class Moment(enum.IntEnum):
+class SyncPoint(enum.IntEnum):
     """A point at which ranks compare what they issued."""
 
     FORWARD_END = 1
@@ -43,7 +43,7 @@ class Moment(enum.IntEnum):
     SAVE = 6
 
 
-class Alone(enum.IntEnum):
+class LocalEvent(enum.IntEnum):
     """Something that a rank does without the others, and that all ranks must have done alike when they next compare."""
 
     STEP = 8
@@ -54,17 +54,17 @@ class Alone(enum.IntEnum):
     """A forward in grad mode whose backward has not come."""
 
 
-_MOMENTS = {
-    Moment.FORWARD_END: "the end of an outermost forward",
-    Moment.BACKWARD_END: "the end of a backward",
-    Moment.BY_HAND: "the end of sw.unshard",
-    Moment.UNIT_REDUCED: "a unit's step in backward",
-    Moment.ROUND_OF_GENERATE: "a round of generate",
-    Moment.SAVE: "sw.checkpoint.save",
+_WORDS = {
+    SyncPoint.FORWARD_END: "the end of an outermost forward",
+    SyncPoint.BACKWARD_END: "the end of a backward",
+    SyncPoint.BY_HAND: "the end of sw.unshard",
+    SyncPoint.UNIT_REDUCED: "a unit's step in backward",
+    SyncPoint.ROUND_OF_GENERATE: "a round of generate",
+    SyncPoint.SAVE: "sw.checkpoint.save",
 }
 
 
-class Control:
+class CollectiveLog:
     """The log of what this rank issued since all ranks last agreed, and the means to agree."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -73,7 +73,7 @@ class Control:
         self._rank = mesh.replicate.rank * mesh.shard.world_size + mesh.shard.rank
         self._labels: dict[int, str] = {}
         self._hash = 0
-        self._log: list[int] = []
+        self._entries: list[int] = []
         self._reason = ""
         """Why this rank abandoned something since all ranks last agreed."""
         self._awaited: set[int] = set()
@@ -85,7 +85,7 @@ class Control:
 
     def name_units(self, fqns: Sequence[str]) -> None:
         """Name the units by their index, for errors. No communication."""
-        self._labels = {int(moment): words for moment, words in _MOMENTS.items()}
+        self._labels = {int(point): words for point, words in _WORDS.items()}
         for index, fqn in enumerate(fqns):
             name = f"unit {fqn!r}" if fqn else "the root unit"
             self._labels[self.gather_label(index)] = f"the all_gather of {name}"
@@ -111,7 +111,7 @@ class Control:
 
     def note_step(self) -> None:
         """Note that an optimizer has updated a unit. No communication."""
-        self._append(Alone.STEP)
+        self._append(LocalEvent.STEP)
 
     @property
     def is_awaiting(self) -> bool:
@@ -127,41 +127,41 @@ class Control:
         self._awaited.discard(forward)
 
     def _append(self, label: int) -> None:
-        self._log.append(label)
+        self._entries.append(label)
         self._hash = (self._hash * _PRIME ^ label) & _MASK
 
     def _forget(self) -> None:
-        self._log.clear()
+        self._entries.clear()
         self._awaited.clear()
         self._hash, self.has_news = 0, False
 
-    def agree(self, moment: Moment, flags: bytes = b"") -> bytes:
+    def agree(self, point: SyncPoint, flags: bytes = b"") -> bytes:
         """Compare what ranks issued, and return the elementwise maximum of all ranks' flags. Every rank must call this
-        at the same moments.
+        at the same points.
 
         Raises:
             MismatchError: on every rank, if ranks issued different things since they last agreed.
         """
         for _ in self._awaited:
-            self._append(Alone.LEFT)
+            self._append(LocalEvent.LEFT)
         own = _HEAD.pack(self._hash, self._rank, self._hash, self._rank) + flags
-        told = self._over_all_groups(own, _combine, moment)
+        told = self._over_all_groups(own, _combine, point)
         least, lowest, greatest, highest = _HEAD.unpack_from(told)
         if least != greatest:
-            self._explain(moment, lowest, highest)
+            self._explain(point, lowest, highest)
         self._forget()
         self._reason = ""
         return told[_HEAD.size :]
 
-    def is_any(self, flag: bool, moment: Moment) -> bool:
-        """Return whether the flag is set on any rank. Every rank must call this at the same moments."""
-        return self._over_all_groups(bytes([flag]), max, moment) != b"\0"
+    def is_any(self, flag: bool, point: SyncPoint) -> bool:
+        """Return whether the flag is set on any rank. Every rank must call this at the same points."""
+        return self._over_all_groups(bytes([flag]), max, point) != b"\0"
 
-    def _over_all_groups(self, message: bytes, combine: Combine, moment: Moment) -> bytes:
+    def _over_all_groups(self, message: bytes, combine: Combine, point: SyncPoint) -> bytes:
         self.has_abandoned = False
         for position, group in enumerate(self._groups):
             try:
-                message = group.exchange(message, combine, moment)
+                message = group.exchange(message, combine, point)
             except BaseException:
                 for other in self._groups[position + 1 :]:
                     other.abandon()  # its ranks wait for this one
@@ -169,7 +169,7 @@ class Control:
         return message
 
     def abandon(self, error: BaseException | None) -> None:
-        """Tell peers that this rank raised `error`, if that is known, and will not reach the next moment. Waits for no
+        """Tell peers that this rank raised `error`, if that is known, and will not reach the next point. Waits for no
         peer. Ranks that all abandon something may have issued different collectives before."""
         if isinstance(error, MismatchError | CollectiveTimeout):
             self._reason = self._reason or f"{type(error).__name__}: {error}"
@@ -178,15 +178,15 @@ class Control:
         for group in self._groups:
             group.abandon(self._reason)
         self.has_abandoned = True
-        alone = [label for label in self._log if label < _FIRST_UNIT_LABEL]
+        alone = [label for label in self._entries if label < _FIRST_UNIT_LABEL]
         self._forget()
-        for label in (*alone, Alone.ABANDONED):
+        for label in (*alone, LocalEvent.ABANDONED):
             self._append(label)
 
-    def _explain(self, moment: Moment, one: int, other: int) -> None:
+    def _explain(self, point: SyncPoint, one: int, other: int) -> None:
         """Raise the error that names the first difference between two ranks' logs. Every rank must call this."""
-        own = {self._rank: [self._log, self._reason]} if self._rank in {one, other} else {}
-        shown = self._over_all_groups(json.dumps(own).encode(), merged, moment)
+        own = {self._rank: [self._entries, self._reason]} if self._rank in {one, other} else {}
+        shown = self._over_all_groups(json.dumps(own).encode(), merged, point)
         logs, reasons = ({int(rank): said[i] for rank, said in json.loads(shown).items()} for i in (0, 1))
         position = next(
             (i for i, pair in enumerate(zip(logs[one], logs[other], strict=False)) if pair[0] != pair[1]),
@@ -196,17 +196,17 @@ class Control:
         first, second = (f"rank {rank} {self._words(rest, reasons[rank])}" for rank, rest in rests.items())
         is_alone = any(rest and rest[0] < _FIRST_UNIT_LABEL for rest in rests.values())
         advice = ALL_OR_NONE if is_alone else SAME_ORDER
-        raise MismatchError(f"ranks did different things before {_MOMENTS[moment]}: {first}, {second}. {advice}")
+        raise MismatchError(f"ranks did different things before {_WORDS[point]}: {first}, {second}. {advice}")
 
     def _words(self, log: Sequence[int], reason: str) -> str:
         """Return the first entry of a log, in words."""
         if not log:
             return "did nothing more"
-        if log[0] == Alone.STEP:
+        if log[0] == LocalEvent.STEP:
             return "took an optimizer step"
-        if log[0] == Alone.ABANDONED:
+        if log[0] == LocalEvent.ABANDONED:
             return f"raised {quoted(reason)} and went on"
-        if log[0] == Alone.LEFT:
+        if log[0] == LocalEvent.LEFT:
             return "ran a forward in grad mode whose backward did not come, as when the loss raises"
         return f"issued {self._labels[log[0]]}"
 
