@@ -31,7 +31,7 @@ def test_no_device_has_a_whole_copy_while_it_creates() -> None:
     compiled = big.lower(key).compile()
     assert swj.memory(compiled).output_bytes == 4 * 1024 * 1024 / 8
     computations = parse(compiled.as_text()).computations.values()
-    shapes = [shape for one in computations for line in one.instructions.values() for shape in line.shapes]
+    shapes = [shape for one in computations for line in one.values() for shape in line.shapes]
     assert max(shape.numel for shape in shapes) == 1024 * 1024 / 8
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli.process.exit import Exit
 from shardwise.cli.process.standard_streams import outlive_readers
 from shardwise.errors import PlanError, UserError
+from shardwise.tables import aligned
 from shardwise.train.process.interruption import ending_signals
 
 if TYPE_CHECKING:
@@ -158,7 +159,8 @@ def _of_jax(asked: Asked, source: ModelSource | None) -> tuple[dict[str, Any], l
     found = compiled_apart(Wish(model, devices, asked.seq_len, stored, computed, settings, gpu))
     rows = []
     for one, compiled in zip(asked.settings, found["rows"], strict=True):
-        took = seconds(compiled["flops"], products, _sent(compiled), asked.cluster)
+        sent = _sent(compiled, widened=found["platform"] == "cpu" and (computed or stored) == "bfloat16")
+        took = seconds(compiled["flops"], products, sent, asked.cluster)
         rows.append(_row_of_jax(one, compiled, took, asked.cluster))
     return found, rows
 
@@ -184,16 +186,20 @@ def _shards(setting: Mapping[str, Any], cluster: Cluster) -> int:
     return int(group)
 
 
-def _sent(compiled: Mapping[str, Any]) -> Iterator[Sent]:
-    """Yield a program's collectives as an accelerator would run them: an all-reduce of which each device keeps only a
-    piece counts as a reduce-scatter, and dtypes are not widened. A collective over both axes counts as one over fsdp
-    and one over replica, where the replicas exchange only pieces."""
+def _sent(compiled: Mapping[str, Any], widened: bool) -> Iterator[Sent]:
+    """Yield a program's collectives as an accelerator would run them: an all-reduce of which each device needs only a
+    piece counts as a reduce-scatter. A collective over both axes counts as one over fsdp and one over replica, where
+    the replicas exchange only pieces.
+
+    widened: whether the program sends parameters and gradients in fp32 that an accelerator would send in bf16.
+    """
     from shardwise.plan.simulate.compiled import Sent
     from shardwise.plan.simulate.network import REPLICATE
 
     sizes = compiled["axes"]
     for part in compiled["collectives"]["parts"]:
-        op, nbytes, times = part["operation"].replace("-", "_"), part["unwidened_bytes"], part["times"]
+        op, nbytes, times = part["operation"].replace("-", "_"), part["nbytes"], part["times"]
+        nbytes = nbytes // 2 if widened and part["dtype"] == "f32" and part["parameter"] else nbytes
         op = op if op in ("all_gather", "reduce_scatter", "all_reduce") else "all_to_all"
         over_fsdp, over_replica = "fsdp" in part["axes"], "replica" in part["axes"]
         if over_fsdp:
@@ -261,31 +267,25 @@ def _table(asked: Asked, title: str, rows: Sequence[Row], note: str) -> str:
 
     from shardwise.plan.report.rendering import WIDTH
 
-    lines = [_HEAD, *(row.cells for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
-    table = (
-        "  ".join(
-            cell.rjust(width) if name in _NUMBERS else cell.ljust(width)
-            for name, cell, width in zip(_HEAD, line, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    numbers = [index for index, name in enumerate(_HEAD) if name in _NUMBERS]
+    table = aligned([_HEAD, *(row.cells for row in rows)], numbers)
     return "\n".join([title, _where(asked), "", *table, "", textwrap.fill(note, WIDTH)])
 
 
 def _write_page(asked: Asked, title: str, rows: Sequence[Row], found: Mapping[str, Any], path: Path) -> None:
     """Write an HTML page with the table, and with what each XLA program holds in memory and sends."""
-    from html import escape
+    from shardwise.plan.report.rendering import filled, write_page
 
-    from shardwise.jax.report.page import table, write
-
-    numbers = {index for index, name in enumerate(_HEAD) if name in _NUMBERS}
-    body = [
-        f"<h1>{escape(title)}</h1><p>{escape(_where(asked))}</p>",
-        table(_HEAD, [row.cells for row in rows], numbers),
-    ]
-    body.append(f"<p>{escape(_note(found['platform']))}</p>")
     of_jax = [row for row in rows if row.backend == "jax"]
-    for row, compiled in zip(of_jax, found["rows"], strict=True):
-        body += [f"<h1>{escape(', '.join(row.cells[1:4]))}</h1>", compiled["page"]]
-    write(title, body, path)
+    programs = zip(of_jax, found["rows"], strict=True)
+    page = filled(
+        "compiled.html.jinja",
+        title=title,
+        where=_where(asked),
+        head=_HEAD,
+        numbers=_NUMBERS,
+        rows=[row.cells for row in rows],
+        note=_note(found["platform"]),
+        programs=[(", ".join(row.cells[1:4]), compiled["tables"]) for row, compiled in programs],
+    )
+    write_page(page, path)

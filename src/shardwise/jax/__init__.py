@@ -24,7 +24,6 @@ from shardwise.jax.report.checks import check
 from shardwise.jax.report.collectives import collectives
 from shardwise.jax.report.described import describe
 from shardwise.jax.report.memory import memory
-from shardwise.jax.report.page import page
 from shardwise.jax.report.planning import plan
 from shardwise.jax.state import TrainState
 from shardwise.jax.step import train_step
@@ -43,7 +42,6 @@ __all__ = [
     "memory",
     "mesh",
     "models",
-    "page",
     "plan",
     "put_batch",
     "shard",

@@ -51,7 +51,7 @@ def mesh(fsdp: int | None = None, tensor: int = 1, replica: int = 1, devices: Se
             stacklevel=2,
         )
     shape, types = (replica, fsdp, tensor), (AxisType.Auto,) * 3
-    slices = len({device.slice_index for device in found}) if found[0].platform == "tpu" else 1
+    slices = len({getattr(device, "slice_index", 0) for device in found}) if found[0].platform == "tpu" else 1
     if slices == 1:
         return jax.make_mesh(shape, AXES, types, devices=found)
     return Mesh(over_slices(found, slices, shape), AXES, axis_types=types)

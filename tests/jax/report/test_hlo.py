@@ -7,12 +7,12 @@ import pytest
 swj = pytest.importorskip("shardwise.jax", reason="the extra jax is not installed")
 
 from types import SimpleNamespace  # noqa: E402
+from typing import Any  # noqa: E402
 
 import jax  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
-from shardwise.jax.report.groups import axes_of_groups, groups_in  # noqa: E402
-from shardwise.jax.report.hlo import HloShape, parse  # noqa: E402
+from shardwise.jax.report.hlo import HloShape, axes_of_group, group_in, parse  # noqa: E402
 
 TEXT = """HloModule jit_step, input_output_alias={ {0}: (1, {}, may-alias), {2}: (0, {}, must-alias) }
 
@@ -34,15 +34,14 @@ ENTRY %main (x: bf16[16]) -> f32[8,4] {
 
 def test_instructions() -> None:
     program = parse(TEXT)
-    assert program.aliases == {0: 1, 2: 0}
-    body = program.computations["body"]
-    assert body.root == "t"
-    line = body.instructions["sum"]
+    line = program.computations["body"]["sum"]
     assert (line.opcode, line.operands, line.shapes) == ("all-reduce", ("one",), (HloShape("f32", (8, 4)),))
+    assert program.computations["body"]["t"].shapes == (HloShape("s32", ()), HloShape("f32", (8, 4)))
     assert line.op_name == "jit(step)/a(b) 'c'"
-    assert body.instructions["one"].index == 1
-    assert program.entry.instructions["x"].op_name == "state.params['w']"
+    assert program.computations["main"]["loop"].attribute("body") == "body"
     assert program.runs() == {"main": 1, "body": 3}
+    with pytest.raises(ValueError, match="not a compiled XLA program"):
+        parse("module {}")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_sizes(dtype: str, nbytes: int) -> None:
 )
 def test_groups_are_axes(text: str, axes: str) -> None:
     mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), (AxisType.Auto,) * 2)
-    assert axes_of_groups(groups_in(text, 8), mesh) == axes
+    assert axes_of_group(group_in(text, 8), mesh) == axes
 
 
 ASYNCHRONOUS = """HloModule jit_step, input_output_alias={ {0}: (0, {}, may-alias), {1}: (1, {}, may-alias) }
@@ -106,17 +105,25 @@ ENTRY %main (p: f32[8], q: f32[8]) -> (f32[8], f32[8]) {
 """
 
 
+def program(text: str, params: dict[str, int]) -> Any:
+    """A program of that text whose state has these parameters, of so many numbers, cut over fsdp."""
+    spec = NamedSharding(swj.mesh(), PartitionSpec("fsdp"))
+    return SimpleNamespace(
+        as_text=lambda: text,
+        args_info=(({name: jax.ShapeDtypeStruct((size,), "float32") for name, size in params.items()},), {}),
+        input_shardings=((dict.fromkeys(params, spec),), {}),
+    )
+
+
 def test_collectives_that_start_and_end_apart_as_on_gpus() -> None:
-    mesh = swj.mesh()
-    program = SimpleNamespace(as_text=lambda: ASYNCHRONOUS, input_shardings=[NamedSharding(mesh, PartitionSpec())])
-    parts = swj.collectives(program).parts
-    assert [(part.operation, part.what, part.parameter, part.nbytes) for part in parts] == [
-        ("all-gather", "w", True, 128),
-        ("reduce-scatter", "w", True, 256),
-        ("all-reduce", "()", False, 256),
-        ("all-reduce", "v", True, 32),
+    found = swj.collectives(program(ASYNCHRONOUS, {"w": 64}))
+    assert [(part.operation, part.what, part.parameter, part.dtype, part.nbytes) for part in found.parts] == [
+        ("all-gather", "w", True, "bf16", 128),
+        ("all-reduce", "w", True, "f32", 256),
+        ("all-reduce", "w", True, "f32", 32),
+        ("reduce-scatter", "w", True, "f32", 256),
     ]
-    assert swj.collectives(program).counts() == {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 1}
+    assert found.counts() == {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 1}
 
 
 OVERLAPPED = """HloModule jit_step, input_output_alias={ {0}: (0, {}, may-alias) }
@@ -182,9 +189,16 @@ ENTRY %main (w: f32[8]) -> (f32[8]) {
 
 
 def test_collectives_that_run_beside_products_as_on_tpus() -> None:
-    """A gather is there again in what runs beside it; a reduce-scatter is a sum and a slice in one fusion; how often
-    the loop goes round stands in its condition; and the cast that was moved out of it is still seen."""
-    program = SimpleNamespace(as_text=lambda: OVERLAPPED, input_shardings=[NamedSharding(swj.mesh(), PartitionSpec())])
-    parts = swj.collectives(program).parts
-    found = [(part.operation, part.what, part.times, part.nbytes, part.unwidened_bytes) for part in parts]
-    assert found == [("all-gather", "w", 5, 256, 128), ("reduce-scatter", "w", 5, 256, 256)]
+    """A gather is there again in what runs beside it; a reduce-scatter is a sum and a slice in one fusion; how often a
+    loop goes round stands in its condition."""
+    parts = swj.collectives(program(OVERLAPPED, {"w": 64})).parts
+    found = [(part.operation, part.what, part.times, part.nbytes) for part in parts]
+    assert found == [("all-gather", "w", 5, 256), ("reduce-scatter", "w", 5, 256)]
+
+
+def test_what_has_no_parameters_shape_is_told_by_its_operation() -> None:
+    text = ASYNCHRONOUS.replace("dimensions={0}", 'dimensions={0}, metadata={op_name="jit(step)/jvp()/dot_general"}', 2)
+    parts = swj.collectives(program(text, {"w": 40})).parts
+    assert [(part.what, part.parameter, part.is_cut) for part in parts if part.operation == "all-gather"] == [
+        ("(jvp()/dot_general)", False, False)
+    ]

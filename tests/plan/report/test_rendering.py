@@ -150,7 +150,7 @@ def test_a_page_where_nothing_fits() -> None:
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"cannot write .*: No such file or directory"):
-        write_page(report(gpus_per_node=8), tmp_path / "nowhere" / "page.html")
+        write_page(page_html(report(gpus_per_node=8)), tmp_path / "nowhere" / "page.html")
 
 
 MEASURE = """<script>

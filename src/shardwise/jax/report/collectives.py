@@ -1,25 +1,24 @@
-"""The collectives of a compiled program: their number, bytes, axes and parameters."""
+"""The collectives of a compiled program: their number, bytes, axes, and the parameters of that shape."""
 
 from __future__ import annotations
 
-import math
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, Sharding
 
-from shardwise.jax.report.compiled import mesh_of, unwrapped
-from shardwise.jax.report.flow import argument_behind, arguments_ahead, is_cut, narrowest_bits
-from shardwise.jax.report.groups import axes_of_groups, groups_in
-from shardwise.jax.report.hlo import Computation, Instruction, Program, parse
+from shardwise.jax.report.compiled import Parameters, mesh_of, parameters_of, unwrapped
+from shardwise.jax.report.hlo import Program, axes_of_group, group_in, parse
 from shardwise.jax.report.tables import amount, columns, without_numbers
+from shardwise.jax.rules import axes_of
 
 MAKE_REDUCE_SCATTERS = frozenset({"gpu", "cuda", "rocm", "tpu"})
 """Platforms whose compiler turns an all-reduce of which each device keeps only a piece into a reduce-scatter. The CPU's
 compiler runs every reduce-scatter as an all-reduce and a slice."""
+_OPERATIONS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
 
 
 @dataclass(frozen=True)
@@ -30,23 +29,24 @@ class CollectiveOperand:
     axes: str
     """The mesh axes along which the devices of a group differ, such as "fsdp" or "replica x fsdp"."""
     what: str
-    """A parameter's dotted path, the name of another argument such as "batch", or "(op_name)" from XLA for a value that
-    belongs to no argument."""
+    """The dotted paths of the parameters of that shape (an array does not say which one it is), or "(op_name)" from
+    XLA for an array that has no parameter's shape."""
     parameter: bool
-    """Whether the array is a parameter that is gathered, or a parameter's gradient that is reduced."""
+    """Whether the array has the shape of a parameter: gathered, in pieces, or of one layer of a stack."""
     times: int
     """How often the collective runs in one run of the program; more than once inside a loop."""
+    dtype: str
+    """XLA's name of the dtype that is sent, such as "bf16". A CPU's compiler sends bf16 as f32."""
     nbytes: int
     """Bytes of the array, once: as each device of a group has it after an all-gather, or before a reduction."""
-    unwidened_bytes: int
-    """`nbytes` in the dtype before the platform widened it: a CPU's compiler sends bf16 as fp32."""
     is_cut: bool
-    """Whether each device keeps only a piece of the sum, so that an all-reduce could be a reduce-scatter."""
+    """Whether the array is summed over fsdp and its parameter is cut over fsdp: each device needs only a piece of the
+    sum, and an all-reduce could be a reduce-scatter."""
     instruction: str
 
     @property
     def meant(self) -> str:
-        """The operation's name; "all-reduce, cut" if each device keeps only a piece of the sum."""
+        """The operation's name; "all-reduce, cut" if each device needs only a piece of the sum."""
         return f"{self.operation}, cut" if self.is_cut and self.operation == "all-reduce" else self.operation
 
     @property
@@ -62,6 +62,7 @@ class Line(NamedTuple):
     axes: str
     what: str
     """See `CollectiveOperand.what`, with * in place of numbers."""
+    dtype: str
     times: int
     nbytes: int
     """Sum over all operands and runs."""
@@ -91,9 +92,9 @@ class CollectivesReport:
 
     def lines(self) -> list[Line]:
         """Return the table's lines, those with the most bytes first."""
-        alike: dict[tuple[str, str, str], list[CollectiveOperand]] = defaultdict(list)
+        alike: dict[tuple[str, str, str, str], list[CollectiveOperand]] = defaultdict(list)
         for part in self.parts:
-            alike[part.meant, part.axes, without_numbers(part.what)].append(part)
+            alike[part.meant, part.axes, part.what, part.dtype].append(part)
         found = [
             Line(*key, sum(part.times for part in parts), sum(part.total_bytes for part in parts))
             for key, parts in alike.items()
@@ -108,14 +109,15 @@ class CollectivesReport:
     def __str__(self) -> str:
         if not self.parts:
             return "no collectives"
-        rows = [(line.operation, line.axes, line.what, line.times, amount(line.nbytes)) for line in self.lines()]
+        rows = [(*line[:5], amount(line.nbytes)) for line in self.lines()]
         total = ", ".join(f"{count} {operation}" for operation, count in sorted(self.counts().items()))
-        table = columns(("operation", "axes", "of", "times", "bytes a device"), rows, ("times", "bytes a device"))
-        note = f"\n{NOTE}" if self.platform not in MAKE_REDUCE_SCATTERS else ""
+        head = ("operation", "axes", "of", "dtype", "times", "bytes a device")
+        table = columns(head, rows, head[4:])
+        note = f"\n{_NOTE}" if self.platform not in MAKE_REDUCE_SCATTERS else ""
         return f"{table}\n{total} in one run, {amount(sum(self.bytes().values()))} a device{note}"
 
 
-NOTE = (
+_NOTE = (
     "This platform's compiler runs a reduce-scatter as an all-reduce of which a piece is kept; those of GPUs and "
     "TPUs do not."
 )
@@ -132,81 +134,82 @@ def collectives(compiled: Any) -> CollectivesReport:
     """
     compiled = unwrapped(compiled)
     mesh = mesh_of(compiled)
-    program = parse(compiled.as_text())
-    runs = program.runs()
-    found: list[CollectiveOperand] = []
-    for at, one in _run(program):
-        found += _parts(program, at, one, runs[at.name], mesh)
+    parameters = parameters_of(compiled)
+    found = [_operand(moved, parameters) for moved in _moved(parse(compiled.as_text()), mesh)]
     return CollectivesReport(tuple(found), str(mesh.devices.flat[0].platform))
 
 
-def _run(program: Program) -> Iterable[tuple[Computation, Instruction]]:
-    """Yield each collective once. A TPU's program repeats one, with the same channel, in all code that overlaps it."""
-    runs = program.runs()
-    by_channel: dict[str, list[tuple[Computation, Instruction]]] = defaultdict(list)
-    for computation in program.computations.values():
-        for one in computation.instructions.values():
-            if one.collective is not None and runs[computation.name]:
-                by_channel[one.attribute("channel_id") or one.name].append((computation, one))
-    for same in by_channel.values():
-        starting = [(at, one) for at, one in same if any(_STARTS in user.text for user in at.users.get(one.name, ()))]
-        yield from starting or same
+class _Moved(NamedTuple):
+    """An array that a collective moves, as the program's text has it."""
+
+    operation: str
+    instruction: str
+    op_name: str
+    axes: str
+    times: int
+    dtype: str
+    dims: tuple[int, ...]
+    """After an all-gather, or before a reduction."""
+    nbytes: int
 
 
-_STARTS = '"AsyncCollectiveStart"'
+def _moved(program: Program, mesh: Mesh) -> Iterator[_Moved]:
+    seen: set[str] = set()
+    for within, times in program.runs().items():
+        for name, one in program.computations[within].items():
+            operation = one.opcode.removesuffix("-start")
+            # A TPU's program repeats a collective, with the same channel, in all code that overlaps it.
+            channel = one.attribute("channel_id") or name
+            if operation not in _OPERATIONS or channel in seen:
+                continue
+            seen.add(channel)
+            group = group_in(one.text, mesh.size)
+            for operand in one.operands:
+                (shape,) = program.computations[within][operand].shapes
+                if not shape.dims:
+                    continue  # a norm or a loss: a few bytes
+                dims, copies = list(shape.dims), 1
+                if operation == "all-gather":
+                    copies = len(group)
+                    dims[int(one.attribute("dimensions").strip("{}"))] *= copies
+                if within.startswith("all-reduce-scatter"):  # a TPU runs this sum and its slice as one operation
+                    operation = "reduce-scatter"
+                axes = axes_of_group(group, mesh)
+                yield _Moved(operation, name, one.op_name, axes, times, shape.dtype, tuple(dims), shape.nbytes * copies)
 
 
-def _parts(program: Program, at: Computation, one: Instruction, times: int, mesh: Mesh) -> Iterable[CollectiveOperand]:
-    groups = groups_in(one.text, mesh.size)
-    axes = axes_of_groups(groups, mesh)
-    for index, operand in enumerate(one.operands):
-        (shape,) = at.instructions[operand].shapes
-        if not shape.dims:
-            continue  # a norm or a loss: a few bytes
-        cut = one.collective == "all-reduce" and _is_cut(program, at, at.results(one, index), axes, mesh)
-        fused = any(call.opcode == "fusion" for _, call in program.callers.get(at.name, ()))
-        operation = "reduce-scatter" if cut and fused else one.collective or ""  # fused, a TPU does it as one
-        nbytes = shape.nbytes * (max(map(len, groups)) if operation == "all-gather" else 1)
-        argument = argument_behind(program, at, operand)
-        if argument is None and operation in ("all-reduce", "reduce-scatter"):
-            argument = _gradient_of(program, at, one, index)
-        what, parameter = _named(argument, one, program)
-        unwidened = nbytes * narrowest_bits(program, at, operand) // shape.bits
-        yield CollectiveOperand(operation, axes, what, parameter, times, nbytes, unwidened, cut, one.name)
-
-
-def _is_cut(program: Program, at: Computation, sums: Sequence[str], axes: str, mesh: Mesh) -> bool:
-    """Whether each device keeps only a piece of a sum over `axes`: one of as many equal pieces as there are devices
-    along all of these axes, or along one of them, in which case the pieces are summed over the others."""
-    sizes = [mesh.shape[axis] for axis in axes.split(" x ") if axis in mesh.shape]
-    counts = {math.prod(sizes), *sizes} - {1}
-    return bool(sums) and any(all(is_cut(program, at, name, count) for name in sums) for count in counts)
-
-
-def _gradient_of(program: Program, at: Computation, one: Instruction, index: int) -> str | None:
-    """Return the parameter that a reduced value updates; None unless it is exactly one."""
-    ahead = set().union(*(arguments_ahead(program, at, name) for name in at.results(one, index)))
-    own = {name for name in ahead if name.startswith(parameters_prefix(program))}
-    return own.pop() if len(own) == 1 else None
-
-
-def parameters_prefix(program: Program) -> str:
-    """Return the prefix of the parameters' names: "state.params", else the name of the program's first argument."""
-    names = [one.op_name for one in program.entry.instructions.values() if one.opcode == "parameter"]
-    if any(name.startswith("state.params") for name in names):
-        return "state.params"
-    first = min(
-        (one for one in program.entry.instructions.values() if one.opcode == "parameter"), key=lambda one: one.index
+def _operand(moved: _Moved, parameters: Parameters) -> CollectiveOperand:
+    alike = {path: placed for path, placed in parameters.items() if _key(moved.dims) in _keys(*placed)}
+    all_cut = bool(alike) and all(_gathered(*placed) != placed[1].shard_shape(placed[0]) for placed in alike.values())
+    return CollectiveOperand(
+        moved.operation,
+        moved.axes,
+        ", ".join(sorted(set(map(without_numbers, alike)))) or f"({'/'.join(moved.op_name.split('/')[-2:])})",
+        bool(alike),
+        moved.times,
+        moved.dtype,
+        moved.nbytes,
+        moved.operation == "all-reduce" and "fsdp" in moved.axes and all_cut,
+        moved.instruction,
     )
-    return re.split(r"[\[.]", first.op_name)[0]
 
 
-def _named(argument: str | None, one: Instruction, program: Program) -> tuple[str, bool]:
-    """Return `CollectiveOperand.what` and `.parameter` for a collective's argument, or for None."""
-    if argument is None:
-        return f"({'/'.join(one.op_name.split('/')[-2:])})", False
-    prefix = parameters_prefix(program)
-    keys = re.findall(r"\['?([^\]']+)'?\]|\.(\w+)", argument.removeprefix(prefix))
-    if argument.startswith(prefix):
-        return ".".join(a or b for a, b in keys) or argument, True
-    return argument, False
+def _keys(shape: tuple[int, ...], sharding: Sharding) -> set[tuple[int, ...]]:
+    """Return the keys of the shapes in which a device holds a parameter: whole, gathered over fsdp alone, or its piece;
+    and those of one layer, if the first dim is that of a stack of layers."""
+    held = (shape, _gathered(shape, sharding), sharding.shard_shape(shape))
+    return {_key(dims[skip:]) for dims in held for skip in (0, int(len(dims) > 2))}
+
+
+def _gathered(shape: tuple[int, ...], sharding: Sharding) -> tuple[int, ...]:
+    """Return the shape of a parameter's piece after a gather over fsdp."""
+    piece = sharding.shard_shape(shape)
+    if not isinstance(sharding, NamedSharding):
+        return piece
+    pairs = zip_longest(piece, sharding.spec)
+    return tuple(size * sharding.mesh.shape["fsdp"] if "fsdp" in axes_of(names) else size for size, names in pairs)
+
+
+def _key(dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Return what a shape has in common with its transposes, which compilers move in its place."""
+    return tuple(sorted(size for size in dims if size > 1))

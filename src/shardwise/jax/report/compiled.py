@@ -1,13 +1,15 @@
-"""Access to a compiled program's `jax.stages.Compiled`."""
+"""Access to a compiled program's `jax.stages.Compiled`, its mesh and its parameters."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from shardwise.errors import UsageError
+from shardwise.jax.state import TrainState
+from shardwise.jax.trees import leaves_by_path
 
 
 def unwrapped(compiled: Any) -> Any:
@@ -28,3 +30,17 @@ def mesh_of(compiled: Any) -> Mesh:
         if isinstance(sharding, NamedSharding):
             return sharding.mesh
     raise UsageError("this program's arguments are not on a mesh: compile it with sharded arguments")
+
+
+Parameters = dict[str, tuple[tuple[int, ...], Sharding]]
+"""By path, a parameter's global shape and its sharding."""
+
+
+def parameters_of(compiled: Any) -> Parameters:
+    """Return the parameters that a program reads: those of its state, or the leaves of its first argument."""
+    arguments, shardings = compiled.args_info[0][0], compiled.input_shardings[0][0]
+    if isinstance(arguments, TrainState):
+        arguments, shardings = arguments.params, shardings.params
+    placed = jax.tree.leaves(shardings, is_leaf=lambda sharding: sharding is None)  # None: the program does not read it
+    leaves = zip(leaves_by_path(arguments).items(), placed, strict=True)
+    return {path: (tuple(leaf.shape), sharding) for (path, leaf), sharding in leaves if sharding is not None}

@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwise.errors import UsageError
-from shardwise.jax.report.colours import shade
 from shardwise.jax.report.tables import amount, columns, without_numbers
 from shardwise.jax.rules import MIN_NUMEL, axes_of
 from shardwise.jax.trees import leaves_by_path, plain
@@ -96,24 +95,11 @@ class TreeDescription:
     def picture(self, path: str) -> None:
         """Print which device holds which part of an array, in colours, with `jax.debug.visualize_sharding`.
 
-        All pieces are drawn in one size. Of an array of more than two dims, see `pieces` for the two that are drawn.
+        All pieces are drawn in one size. Of an array of more than two dims, two are drawn: those that are cut come
+        first, then the largest.
 
         Raises:
             UsageError: no array has that path, it has no dims or is not on a mesh; or rich is not installed.
-        """
-        pieces = self.pieces(path)
-        if find_spec("rich") is None:
-            raise UsageError(
-                "pictures need rich, which is not installed: pip install rich; or write a page with swj.page"
-            )
-        scale = min(1.0, _WIDTH / 30 * pieces.shape[0] / pieces.shape[-1])  # else JAX omits names in cells
-        jax.debug.visualize_sharding(pieces.shape, pieces.sharding, scale=scale, max_width=_WIDTH, color_map=shade)
-
-    def pieces(self, path: str) -> PieceGrid:
-        """Return how an array is cut along at most two dims: dims that are cut come first, then the largest.
-
-        Raises:
-            UsageError: no array has that path, it has no dims, or it is not on a mesh.
         """
         if path not in self.shardings:
             raise UsageError(f"no array is called {path!r}{did_you_mean(path, self.shardings)}")
@@ -123,28 +109,14 @@ class TreeDescription:
         shape = next(array.shape for array in self.arrays if array.path == path)
         if not shape:
             raise UsageError(f"{path!r} is a single number, which has no parts")
+        if find_spec("rich") is None:
+            raise UsageError("pictures need rich, which is not installed: pip install rich")
         spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
         dims = sorted(sorted(range(len(shape)), key=lambda dim: (spec[dim] is None, -shape[dim]))[:2])
         counts = tuple(shape[dim] // sharding.shard_shape(shape)[dim] for dim in dims)
-        return PieceGrid(counts, NamedSharding(sharding.mesh, PartitionSpec(*(spec[dim] for dim in dims))))
-
-
-@dataclass(frozen=True)
-class PieceGrid:
-    """The equal pieces of an array along one or two dims, and the devices that hold them."""
-
-    shape: tuple[int, ...]
-    """Number of pieces along each dim."""
-    sharding: NamedSharding
-    """Sharding of an array of this shape, which has one element for each piece."""
-
-    @property
-    def devices(self) -> dict[tuple[int, ...], list[int]]:
-        """By position of a piece in the grid, row by row, the ids of the devices that hold it."""
-        found: dict[tuple[int, ...], list[int]] = {place: [] for place in np.ndindex(*self.shape)}
-        for device, index in self.sharding.devices_indices_map(self.shape).items():
-            found[tuple(one.start or 0 for one in index)].append(device.id)
-        return found
+        drawn = NamedSharding(sharding.mesh, PartitionSpec(*(spec[dim] for dim in dims)))
+        scale = min(1.0, _WIDTH / 30 * counts[0] / counts[-1])  # else JAX omits names in cells
+        jax.debug.visualize_sharding(counts, drawn, scale=scale, max_width=_WIDTH)
 
 
 def describe(tree: Any) -> TreeDescription:

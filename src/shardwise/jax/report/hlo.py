@@ -1,20 +1,21 @@
-"""A parser for the text of a compiled XLA program: computations, instructions, and how often each runs."""
+"""Reading the text of a compiled XLA program: its instructions, how often each runs, and which devices take part."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
+from typing import NamedTuple
 
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
+import numpy as np
+from jax.sharding import Mesh
+
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "c64": 64, "c128": 128}
+_CALLS = frozenset({"while", "call", "fusion", "async-start"})
 
 
-@dataclass(frozen=True)
-class HloShape:
+class HloShape(NamedTuple):
     """Dtype and dims of one array on one device."""
 
     dtype: str
@@ -25,24 +26,14 @@ class HloShape:
         return math.prod(self.dims)
 
     @property
-    def bits(self) -> int:
-        """Bits of an element."""
-        return _BITS.get(self.dtype) or int((re.search(r"\d+", self.dtype) or [8])[0])  # "f8e4m3fn", "s32"
-
-    @property
     def nbytes(self) -> int:
-        return self.numel * self.bits // 8
-
-    @property
-    def is_float(self) -> bool:
-        return self.dtype.startswith(("f", "bf"))
+        bits = _BITS.get(self.dtype) or int((re.search(r"\d+", self.dtype) or [8])[0])  # "f8e4m3fn", "s32"
+        return self.numel * bits // 8
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """An instruction, one line of a computation."""
 
-    name: str
     opcode: str
     shapes: tuple[HloShape, ...]
     """Shapes of its result; several if that is a tuple."""
@@ -50,93 +41,28 @@ class Instruction:
     text: str
     """The text after the opcode: operands and attributes as printed."""
 
-    def attribute(self, name: str) -> str | None:
-        """Return the text after `name=`, up to the next comma or space; None without it."""
+    def attribute(self, name: str) -> str:
+        """Return the text after `name=`, up to the next comma or space; "" without it."""
         match = re.search(rf"[ ,]{name}=%?([^,\s]+)", self.text)
-        return match[1] if match else None
-
-    @property
-    def runs(self) -> str:
-        """Name of the computation that a loop, a fusion or a call runs; else empty."""
-        found = (self.attribute(name) for name in ("body", "calls", "to_apply"))
-        return next((name for name in found if name), "")
-
-    @property
-    def collective(self) -> str | None:
-        """The collective's name in COLLECTIVES if the instruction is or starts one; else None."""
-        name = self.opcode.removesuffix("-start")
-        return name if name in COLLECTIVES else None
+        return match[1] if match else ""
 
     @property
     def op_name(self) -> str:
-        """The part of the traced function that it comes from, or an argument's name; often empty."""
+        """The part of the traced function that it comes from; often empty."""
         match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.text)
         return match[1].replace("\\'", "'") if match else ""
 
-    @property
-    def index(self) -> int:
-        """The index of a get-tuple-element or a parameter, which it must be."""
-        return int(self.attribute("index") or 0) if self.opcode == "get-tuple-element" else int(self.text.split(")")[0])
 
-    def takes(self, place: int) -> bool:
-        """Whether it is a get-tuple-element of this place."""
-        return self.opcode == "get-tuple-element" and self.index == place
+Computation = dict[str, Instruction]
+"""A function of the program: its instructions by name."""
 
 
-@dataclass
-class Computation:
-    """A computation, which is a function of the program."""
-
-    name: str
-    instructions: dict[str, Instruction] = field(default_factory=dict)
-    """Instructions by name, in the order in which they are printed."""
-    root: str = ""
-
-    @cached_property
-    def users(self) -> dict[str, list[Instruction]]:
-        """By name of a value, the instructions that read it."""
-        found = defaultdict(list)
-        for instruction in self.instructions.values():
-            for operand in instruction.operands:
-                found[operand].append(instruction)
-        return found
-
-    def parameter(self, index: int) -> str:
-        """Return the name of the parameter with this index."""
-        return next(one.name for one in self.instructions.values() if one.opcode == "parameter" and one.index == index)
-
-    def results(self, collective: Instruction, place: int) -> list[str]:
-        """Return the names of the values that a collective computes from its operand at this place."""
-        made = [collective]
-        if collective.opcode.endswith("-start"):
-            made = [user for user in self.users[collective.name] if user.opcode.endswith("-done")]
-        if len(collective.operands) > 1:
-            made = [user for one in made for user in self.users[one.name] if user.takes(place)]
-        return [one.name for one in made]
-
-
-@dataclass
-class Program:
+class Program(NamedTuple):
     """A compiled program."""
 
     computations: dict[str, Computation]
-    entry: Computation
-    aliases: dict[int, int]
-    """By index of an output, the index of the donated argument whose memory it reuses."""
-
-    @cached_property
-    def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        """By name of a computation, the loops whose body it is and the fusions and calls that run it."""
-        found = defaultdict(list)
-        for computation in self.computations.values():
-            for instruction in computation.instructions.values():
-                if instruction.opcode in ("while", "fusion", "call"):
-                    found[instruction.runs].append((computation, instruction))
-        return found
-
-    def called(self, instruction: Instruction) -> Computation | None:
-        """Return the computation that a loop, a fusion or a call runs; None for other instructions."""
-        return self.computations.get(instruction.runs)
+    entry: str
+    """The name of the computation that is run."""
 
     def runs(self) -> dict[str, int]:
         """Return, by name of a computation, how often it runs in one run of the program. A loop of unknown length is
@@ -144,87 +70,84 @@ class Program:
         found: dict[str, int] = defaultdict(int)
 
         def visit(name: str, times: int) -> None:
-            if name not in self.computations:
-                return
             found[name] += times
-            for instruction in self.computations[name].instructions.values():
-                if instruction.opcode in ("while", "call", "fusion"):
-                    visit(instruction.runs, times * trip_count(instruction, self.computations))
-                elif instruction.opcode == "conditional":
-                    for branch in re.findall(r"%([\w.\-]+)", instruction.text.partition("branch_computations")[2]):
-                        visit(branch, times)
+            for one in self.computations[name].values():
+                if one.opcode in _CALLS:
+                    called = one.attribute("body") or one.attribute("calls") or one.attribute("to_apply")
+                    visit(called, times * (self._iterations(one) if one.opcode == "while" else 1))
+                elif one.opcode == "conditional":
+                    for branch in re.findall(r"%([\w.\-]+)", one.text.partition("branch_computations")[2]):
+                        if branch in self.computations:
+                            visit(branch, times)
 
-        visit(self.entry.name, 1)
+        visit(self.entry, 1)
         return found
 
+    def _iterations(self, loop: Instruction) -> int:
+        """Return the iterations of a loop: as XLA says, else the limit of its counter, as if it began at 0; else 1."""
+        if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):
+            return int(match[1])
+        condition = self.computations.get(loop.attribute("condition"), {})
+        less = [one for one in condition.values() if one.opcode == "compare" and one.attribute("direction") == "LT"]
+        limit = condition[less[0].operands[1]] if less else None
+        return int(limit.text.split(")")[0]) if limit is not None and limit.opcode == "constant" else 1
 
-def trip_count(loop: Instruction, computations: Mapping[str, Computation]) -> int:
-    """Return the number of iterations of a while loop: as XLA says, else the limit of its counter, as if it began at 0;
-    1 if neither is known, or for any other instruction."""
-    match = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text)
-    if match is not None:
-        return int(match[1])
-    condition = computations.get(loop.attribute("condition") or "")
-    test = condition.instructions[condition.root] if condition is not None else None
-    if condition is None or test is None or test.opcode != "compare" or test.attribute("direction") != "LT":
-        return 1
-    limit = condition.instructions[test.operands[1]]
-    return int(limit.text.split(")")[0]) if limit.opcode == "constant" else 1
+
+_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
 
 
 def parse(text: str) -> Program:
     """Parse `compiled.as_text()`. Raises ValueError if it is no program."""
     computations: dict[str, Computation] = {}
-    entry = current = None
+    entry = ""
+    current: Computation = {}
     for line in text.splitlines():
-        head = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
-        if head is not None:
-            current = computations.setdefault(head[2], Computation(head[2]))
-            entry = current if head[1] else entry
-        elif current is not None and " = " in line:
-            instruction = _instruction(line)
-            current.instructions[instruction.name] = instruction
-            if line.lstrip().startswith("ROOT "):
-                current.root = instruction.name
-    for computation in computations.values():
-        for name, instruction in computation.instructions.items():
-            computation.instructions[name] = _told_apart(instruction, computations)
-    if entry is None:
+        if head := _HEAD.match(line):
+            current = computations.setdefault(head[2], {})
+            entry = head[2] if head[1] else entry
+        elif match := _LINE.match(line):
+            name, left, opcode, rest = match.groups()
+            shapes = tuple(HloShape(*found) for found in _shapes(left))
+            operands = tuple(re.findall(r"%([\w.\-]+)", rest.split("), ")[0]))
+            current[name] = Instruction(opcode, shapes, operands, rest)
+    if not entry:
         raise ValueError("the text has no ENTRY computation: it is not a compiled XLA program")
-    header = text.partition("\n")[0]
-    aliases = re.findall(r"\{(\d*)\}: \((\d+), \{\}", header.partition("input_output_alias=")[2])
-    return Program(computations, entry, {int(output or 0): int(argument) for output, argument in aliases})
+    return Program(computations, entry)
 
 
-def _told_apart(one: Instruction, computations: dict[str, Computation]) -> Instruction:
-    """Return an async-start that wraps a collective as that collective's own start; other instructions unchanged."""
-    inner = computations.get(one.attribute("calls") or "") if one.opcode == "async-start" else None
-    if inner is None or inner.instructions[inner.root].collective is None:
-        return one
-    around = inner.instructions[inner.root]
-    return Instruction(one.name, f"{around.opcode}-start", one.shapes, one.operands, around.text)
+def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    return [(dtype, _ints(dims)) for dtype, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", text)]
 
 
-def _instruction(line: str) -> Instruction:
-    left, _, right = line.strip().removeprefix("ROOT ").partition(" = ")
-    stop = _closing(right, 0) + 1 if right.startswith("(") else right.index(" ")
-    opcode, _, text = right[stop:].strip().partition("(")
-    operands = text[: _closing("(" + text, 0) - 1]
-    shapes = re.findall(r"([a-z]\w*)\[([\d,]*)\]", right[:stop])
-    return Instruction(
-        left.removeprefix("%"),
-        opcode,
-        tuple(HloShape(dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in shapes),
-        tuple(re.findall(r"%([\w.\-]+)", operands)),
-        text,
+def group_in(text: str, devices: int) -> list[int]:
+    """Return the first group of devices, as positions in the mesh, from a collective's attributes."""
+    if braces := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", text):
+        return list(_ints(braces[1]))
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        return _order(iota[2], iota[3]).reshape(_ints(iota[1]))[0].ravel().tolist()
+    named = re.search(
+        r"replica_groups=mesh\[([^]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}", text
     )
+    if named is None:
+        return list(range(devices))
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+    order = _order(named[2] or str(devices), named[3]).reshape(tuple(sizes.values()))
+    used = re.findall(r"'(\w+)'", named[4])
+    return order[tuple(slice(None) if name in used else 0 for name in sizes)].ravel().tolist()
 
 
-def _closing(text: str, start: int) -> int:
-    """Return the index at which the parenthesis that opens at `start` closes."""
-    depth = 0
-    for index in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[index], 0)
-        if depth == 0:
-            return index
-    return len(text)
+def axes_of_group(group: Sequence[int], mesh: Mesh) -> str:
+    """Return the axes along which a group's devices differ, such as "fsdp" or "replica x fsdp"; "?" for no axis."""
+    places = np.unravel_index(list(group), mesh.devices.shape)
+    differ = [name for name, along in zip(mesh.axis_names, places, strict=True) if len(set(along.tolist())) > 1]
+    return " x ".join(differ) or "?"
+
+
+def _order(dims: str, transposed: str | None) -> np.ndarray:
+    numbers = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
+    return numbers.transpose(_ints(transposed)) if transposed else numbers
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part)

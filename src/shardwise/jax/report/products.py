@@ -20,18 +20,19 @@ def product_flops(compiled: Any) -> float:
         compiled: `step.lower(state, batch).compile()`, or any other program compiled by JAX.
     """
     program = parse(unwrapped(compiled).as_text())
-    runs = program.runs()
-    return sum(
-        float(runs[computation.name]) * _flops(computation, instruction)
-        for computation in program.computations.values()
-        for instruction in computation.instructions.values()
-        if instruction.opcode == "dot" and runs[computation.name]
+    return float(
+        sum(
+            times * _flops(program.computations[name], instruction)
+            for name, times in program.runs().items()
+            for instruction in program.computations[name].values()
+            if instruction.opcode == "dot"
+        )
     )
 
 
 def _flops(at: Computation, product: Instruction) -> int:
     """Return the operations of one product: twice the number of result elements times that of the elements summed."""
-    (left,) = at.instructions[product.operands[0]].shapes
+    (left,) = at[product.operands[0]].shapes
     (result,) = product.shapes
     match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", product.text)
     dims = [int(dim) for dim in (match[1] if match else "").split(",") if dim]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from importlib.resources import files
 from pathlib import Path
 
 from shardwise.errors import PlanError
@@ -142,7 +141,23 @@ COLOURS = {
 
 
 def page_html(report: PlanReport) -> str:
-    """Return the page.
+    """Return the page. Raises PlanError as `filled`."""
+    bars = report.bars
+    return filled(
+        "page.html.jinja",
+        report=report,
+        title=f"Plan: {report.title}",
+        bars=bars,
+        scale=max([bar.has_bytes for bar in bars] + [bar.needs_bytes for bar in bars], default=1),
+        kinds=[kind for kind in COLOURS if any(kind in bar.parts for bar in bars)],
+        colours=COLOURS,
+        words=MEMORY_WORDS,
+        timeline=report.timeline,
+    )
+
+
+def filled(template: str, **contents: object) -> str:
+    """Return a page: a template of `templates` with its contents filled in.
 
     Raises:
         PlanError: jinja2, of the extra `train`, is not installed.
@@ -153,7 +168,12 @@ def page_html(report: PlanReport) -> str:
         raise PlanError(
             "writing the page needs jinja2, which is not installed: pip install 'shardwise[train]'"
         ) from None
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("shardwise.plan.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+    )
     environment.filters.update(
         gib=gib,
         seconds=seconds,
@@ -163,22 +183,12 @@ def page_html(report: PlanReport) -> str:
         needed_bytes=needed_bytes,
         range=range_text,
     )
-    template = (files("shardwise.plan.report") / "templates" / "page.html.jinja").read_text(encoding="utf-8")
-    bars = report.bars
-    return environment.from_string(template).render(
-        report=report,
-        bars=bars,
-        scale=max([bar.has_bytes for bar in bars] + [bar.needs_bytes for bar in bars], default=1),
-        kinds=[kind for kind in COLOURS if any(kind in bar.parts for bar in bars)],
-        colours=COLOURS,
-        words=MEMORY_WORDS,
-        timeline=report.timeline,
-    )
+    return environment.get_template(template).render(contents)
 
 
-def write_page(report: PlanReport, path: Path) -> None:
-    """Write the page. Raises PlanError if the file cannot be written."""
+def write_page(html: str, path: Path) -> None:
+    """Write a page. Raises PlanError if the file cannot be written."""
     try:
-        path.write_text(page_html(report), encoding="utf-8")
+        path.write_text(html, encoding="utf-8")
     except OSError as error:
         raise PlanError(f"cannot write {path}: {error.strerror}") from None

@@ -58,7 +58,7 @@ def compiled_apart(wish: Wish) -> dict[str, Any]:
 
     Returns:
         "parameters": the number of parameters; "platform": the platform that the programs are compiled for; "rows": for
-        each setting the dict of a `shardwise.jax.report.planning.Planned`, and in it "page", HTML about the program.
+        each setting the dict of a `shardwise.jax.report.planning.Planned`, and in it "tables", text about the program.
 
     Raises:
         PlanError: a user's mistake that the other process found, with its message.
@@ -88,7 +88,6 @@ def _compiled(wish: Mapping[str, Any]) -> dict[str, Any]:
     import optax
 
     import shardwise.jax as swj
-    from shardwise.jax.report.page import needs
     from shardwise.jax.trees import parts_of
     from shardwise.train.on_jax.model import builder_from, loss_of
 
@@ -105,7 +104,7 @@ def _compiled(wish: Mapping[str, Any]) -> dict[str, Any]:
     parameters = sum(
         math.prod(leaf.shape) for leaf in jax.tree.leaves(parts_of(swj.init(build, mesh).abstract()).params)
     )
-    told = [{**row.to_dict(), "page": "\n".join(needs(row.memory, row.collectives))} for row in rows]
+    told = [{**row.to_dict(), "tables": f"{row.memory}\n\n{row.collectives}"} for row in rows]
     return {"parameters": parameters, "platform": devices[0].platform, "rows": told}
 
 
