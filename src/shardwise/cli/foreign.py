@@ -105,7 +105,7 @@ def _found(settings: ForeignSettings, source: Path) -> dict[str, Any]:
         "global_batch": settings.global_batch if settings.steps_accumulated is None else None,
         "activation_checkpointing": settings.train.get("activation_checkpointing"),
         "offload": ",".join(f"{key}={place}" for key, place in settings.offload.items() if key != "path") or None,
-        "compiled": settings.train.get("compile"),
+        "compile": settings.train.get("compile"),
         "gpus": settings.ranks // nodes if settings.ranks is not None else None,
         "nodes": settings.nodes,
     }

@@ -213,7 +213,7 @@ def _of_torch(asked: Asked) -> list[Row]:
     """Return a row with the torch engine's forecast for each setting; none, and a printed note, if torch is missing or
     the engine does not support a setting."""
     from shardwise.plan.search.exploration import needed_bytes
-    from shardwise.plan.search.space import precision_of
+    from shardwise.policy.precision import Precision
 
     try:
         from shardwise.plan import forecast
@@ -224,7 +224,7 @@ def _of_torch(asked: Asked) -> list[Row]:
             "gpus_per_node": cluster.gpus_per_node,
             "nodes": cluster.nodes,
             "interconnect": cluster.interconnect,
-            "precision": precision_of(asked.precision),
+            "precision": Precision.of(asked.precision),
             "seq_len": asked.seq_len,
         }
         found = [forecast(asked.model, **shared, **setting) for setting in asked.settings]

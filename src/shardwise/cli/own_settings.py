@@ -60,7 +60,7 @@ def options_of(path: Path, gpu: str | None = None) -> dict[str, Any]:
         "micro_batch": _text(train.micro_batch),
         "global_batch": train.global_batch,
         "activation_checkpointing": train.activation_checkpointing,
-        "compiled": train.compile or None,
+        "compile": train.compile or None,
         "optimizer": train.optimizer,
         "optimizer_in_backward": train.optimizer_in_backward or None,
         "offload": None if places is None else places.words,

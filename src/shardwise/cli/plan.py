@@ -7,18 +7,19 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.foreign import with_settings
-from shardwise.cli.plan_options import CALIBRATED, Options, numbers_of, strategies_of, words_of
+from shardwise.cli.plan_options import CALIBRATED, Options
 from shardwise.cli.process.exit import Exit
 from shardwise.cli.searching import Searching
 from shardwise.errors import PlanError, UserError
 from shardwise.hub import pinned
 from shardwise.policy.adapters import Adapters
+from shardwise.policy.settings import RUN, SEQ_LEN
+from shardwise.policy.words import words_of
 from shardwise.suggest import nearest_path
 
 if TYPE_CHECKING:
@@ -77,7 +78,6 @@ _OF_JAX = {
 def _asked_of_jax(options: Options) -> "Asked":
     """Turn the options into a question about XLA programs. Raises UserError for options that have no effect on it."""
     from shardwise.cli.on_jax import PRECISIONS, Asked
-    from shardwise.plan.dry_run.job import SEQ_LEN
     from shardwise.plan.hardware.devices import find_device, find_interconnect
     from shardwise.plan.hardware.machines import USUAL_GPU
     from shardwise.plan.simulate.network import Cluster
@@ -89,7 +89,7 @@ def _asked_of_jax(options: Options) -> "Asked":
         raise UserError("MODEL is missing: shardwise plan llama-3-8b --backend jax (see shardwise plan --help)")
     for field in fields(Options):
         if field.name not in _OF_JAX and getattr(options, field.name) != field.default:
-            name = {"foreign": "from", "compiled": "compile"}.get(field.name, field.name.replace("_", "-"))
+            name = "from" if field.name == "foreign" else field.name.replace("_", "-")
             raise UserError(f"--{name} has no effect with --backend jax: leave it out")
     precision = options.precision or "bf16"
     if precision not in PRECISIONS:
@@ -97,16 +97,16 @@ def _asked_of_jax(options: Options) -> "Asked":
     hardware = find_device(options.gpu or USUAL_GPU)
     hardware.check_computes(precision.removesuffix("-true"))
     between = find_interconnect(options.interconnect or hardware.interconnect)
-    choices: dict[str, Sequence[Any]] = {
-        "strategy": strategies_of(options.strategy) or ["full_shard"],
-        "shard_group": numbers_of("--shard-group", options.shard_group) or [None],
-        "micro_batch": numbers_of("--micro-batch", options.micro_batch) or [1],
-        "accumulation": numbers_of("--accumulation", options.accumulation) or [1],
-        "activation_checkpointing": words_of("--activation-checkpointing", options.activation_checkpointing)
-        or ["none", "full"],
+    usual: dict[str, list[Any]] = {
+        "strategy": ["full_shard"],
+        "shard_group": [None],
+        "micro_batch": [1],
+        "accumulation": [1],
+        "activation_checkpointing": ["none", "full"],
     }
+    choices = {name: RUN[name].values(getattr(options, name)) or values for name, values in usual.items()}
     settings = [dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values())]
-    lengths = numbers_of("--seq-len", options.seq_len) or [SEQ_LEN]
+    lengths = RUN["seq_len"].values(options.seq_len) or [SEQ_LEN]
     if len(lengths) > 1:
         raise PlanError(f"--seq-len {options.seq_len}: must be a single length with --backend jax")
     cluster = Cluster(hardware, between, options.gpus or 8, options.nodes or 1, DEFAULT.links)

@@ -7,12 +7,13 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import overload
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, PlanError
 
 SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 """Short names of dtypes, by torch's names."""
 FEW_BITS = ("nf4", "int8")
 """Block formats that frozen weights can be kept in."""
+_STORED = "stored"
 _ALIASES = {"half": "float16"} | {alias: name for name, short in SHORT_NAMES.items() for alias in (name, short)}
 
 
@@ -59,6 +60,35 @@ class Precision:
         for field in fields(self):
             if field.name not in {"cast_inputs", "frozen", "keep"}:
                 object.__setattr__(self, field.name, dtype_name(getattr(self, field.name), f"precision.{field.name}"))
+
+    @classmethod
+    def of(cls, words: str) -> Precision:
+        """Return the precision that has this common name.
+
+        Args:
+            words: "bf16" or "fp16" (compute in it; gradients, masters and optimizer state in fp32), "fp32", "bf16-true"
+                (bf16 throughout), or param/reduce/master such as "bf16/bf16/fp32", where "stored" is each parameter's
+                own.
+
+        Raises:
+            PlanError: not one or three parts. ConfigError: an unknown dtype.
+        """
+        if words == "bf16-true":
+            return cls(param="bf16", reduce="bf16", master="bf16")
+        parts = words.split("/")
+        if len(parts) == 1:
+            return cls(param=words, reduce="fp32", master="fp32")
+        if len(parts) != 3:
+            raise PlanError(
+                f"precision={words!r}: must be one of bf16, fp16, fp32, bf16-true, or have the form param/reduce/master"
+            )
+        param, reduce, master = (None if part == _STORED else part for part in parts)
+        return cls(param, reduce, master)
+
+    @property
+    def words(self) -> str:
+        """Its first three dtypes as `of` takes them."""
+        return "/".join(short_dtype_name(dtype) or _STORED for dtype in (self.param, self.reduce, self.master))
 
     def keeps(self, name: str) -> bool:
         """Whether `keep` names this parameter, so that it is computed with in the dtype of its master."""

@@ -1,11 +1,73 @@
-"""Settings in words: "name=value,name=value"."""
+"""Settings in words, as on command lines: lists of values, and "name=value,name=value"."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, PlanError
+from shardwise.policy.precision import Precision
+from shardwise.policy.strategy import Strategy
 from shardwise.suggest import did_you_mean
+
+_SEARCH = ("search", "auto")
+
+
+def words_of(option: str, given: str | None) -> list[str] | None:
+    """Split an option's values at commas; None leaves the option to the search. Raises PlanError if there are no
+    values."""
+    if given is None or given in _SEARCH:
+        return None
+    words = [word.strip() for word in given.split(",") if word.strip()]
+    if not words:
+        raise PlanError(f"{option} {given!r} has no values: give one or several, separated by commas, or leave it out")
+    return words
+
+
+def numbers_of(option: str, given: str | None) -> list[int] | None:
+    """Read whole numbers separated by commas; None leaves the option to the search. Raises PlanError for anything that
+    is not a whole number from 1 on."""
+    found = words_of(option, given)
+    if found is None:
+        return None
+    if any(not word.isdecimal() or not int(word) for word in found):
+        raise PlanError(f"{option} {given}: must be whole numbers of at least 1, separated by commas, or search")
+    return [int(word) for word in found]
+
+
+def strategies_of(option: str, given: str | None) -> list[str] | None:
+    """Read strategies as `words_of` does, in our names. Raises ConfigError for a name that no strategy has."""
+    words = words_of(option, given)
+    return None if words is None else list(dict.fromkeys(Strategy.parse(word).value for word in words))
+
+
+def precisions_of(option: str, given: str | None) -> list[Precision] | None:
+    """Read precisions as `words_of` does. Raises PlanError and ConfigError as `Precision.of`."""
+    words = words_of(option, given)
+    return None if words is None else [Precision.of(word) for word in words]
+
+
+def reshardings_of(option: str, given: str | None) -> list[bool | int] | None:
+    """Read "true", "false" and numbers of ranks as `words_of` does. Raises PlanError for anything else."""
+    words = words_of(option, given)
+    if words is None:
+        return None
+    named: dict[str, bool] = {"true": True, "false": False}
+    return [named[word] if word in named else (numbers_of(option, word) or [1])[0] for word in words]
+
+
+def units_of(option: str, given: str | None) -> int | frozenset[str] | None:
+    """Read a least number of parameters, or names of classes; None leaves units to the model. Raises PlanError for
+    0."""
+    words = words_of(option, given)
+    if words is None:
+        return None
+    if len(words) > 1 or not words[0].isdecimal():
+        return frozenset(words)
+    if not int(words[0]):
+        raise PlanError(
+            f"{option} 0: must be a whole number of at least 1, or class names; leave it out for the default"
+        )
+    return int(words[0])
 
 
 def entries(words: str, refusal: str) -> Iterator[tuple[str, str]]:
@@ -27,3 +89,16 @@ def check_names(what: str, asked: Iterable[str], known: Collection[str]) -> None
     for name in asked:
         if name not in known:
             raise ConfigError(f"{what}: {name!r} is not one of {', '.join(known)}{did_you_mean(name, known)}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str], or_none: bool = False) -> None:
+    """Raise ConfigError unless the value is one of the choices; the message names the nearest."""
+    if value not in choices:
+        known = ", ".join(choices) + ", or None" * or_none
+        raise ConfigError(f"{name}={value!r}: must be one of {known}{did_you_mean(str(value), choices)}")
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Raise ConfigError unless the value is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")

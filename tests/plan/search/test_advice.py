@@ -16,7 +16,6 @@ from shardwise.plan.report.rendering import page_html, table_text
 from shardwise.plan.search.advice import MOST
 from shardwise.plan.search.exploration import needed_bytes
 from shardwise.plan.search.question import Question
-from shardwise.plan.search.space import precision_of
 from shardwise.policy.precision import Precision
 
 MIB = 2**20
@@ -29,7 +28,7 @@ DEEP: dict[str, Any] = {
     **WIDE, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 320,
 }  # fmt: skip
 """25 M parameters, none larger than a ring's least buffer."""
-BF16 = precision_of("bf16")
+BF16 = Precision.of("bf16")
 ALONE = {"gpus_per_node": 1, "precision": BF16, "micro_batch": 1, "activation_checkpointing": "full"}
 
 

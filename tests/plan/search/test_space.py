@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.plan.search.space import precision_of, search_space
+from shardwise.plan.search.space import search_space
 from shardwise.policy.precision import Precision
 
 
@@ -126,11 +126,11 @@ def test_a_value_that_no_job_can_have() -> None:
     ],
 )
 def test_precision_in_words(words: str, precision: Precision) -> None:
-    assert precision_of(words) == precision
+    assert Precision.of(words) == precision
 
 
 def test_precision_that_is_none() -> None:
     with pytest.raises(ConfigError, match="did you mean 'bf16'"):
-        precision_of("bf61")
+        Precision.of("bf61")
     with pytest.raises(PlanError, match="param/reduce/master"):
-        precision_of("bf16/fp32")
+        Precision.of("bf16/fp32")

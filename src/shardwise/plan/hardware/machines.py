@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
 from shardwise.errors import ConfigError
 from shardwise.plan.hardware.devices import Hardware, Interconnect, find_device, find_interconnect
-from shardwise.suggest import did_you_mean
+from shardwise.policy.words import check_choice, check_count
 
 USUAL_GPU = "h100-sxm-80gb"
 
@@ -74,15 +73,3 @@ class Machines:
         price: object = self.price_per_hour
         if price is not None and (isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < inf):
             raise ConfigError(f"price_per_hour={price!r}: must be a price above 0 for one device")
-
-
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise ConfigError unless the value is one of the choices; the message names the nearest."""
-    if value not in choices:
-        raise ConfigError(f"{name}={value!r}: must be one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
-
-
-def check_count(name: str, value: object, least: int) -> None:
-    """Raise ConfigError unless the value is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")

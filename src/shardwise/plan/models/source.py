@@ -22,6 +22,7 @@ from shardwise.plan.models.transformers_models import (
     described,
     fastest_attention,
 )
+from shardwise.policy.settings import ATTENTIONS
 from shardwise.suggest import did_you_mean, nearest_path
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 Builder = Callable[[], "nn.Module"]
 ModelLike = str | Path | Mapping[str, Any] | Builder
 """What `sw.plan` accepts as a model; see `resolve`."""
-
-ATTENTIONS = ("sdpa", "eager")
-"""Fused attention, with what the GPU's kernel saves; or scores and probabilities in memory."""
 
 
 @dataclass(frozen=True, slots=True)

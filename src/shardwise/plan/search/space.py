@@ -9,7 +9,6 @@ from typing import Any
 
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.dry_run.job import Job
-from shardwise.policy.precision import Precision
 from shardwise.policy.recomputation import Recomputation
 from shardwise.policy.strategy import Strategy
 
@@ -171,26 +170,3 @@ def _divided(global_batch: int, whole: int, words: str) -> int:
         near = f"{below} or {below + whole}" if below else str(whole)
         raise PlanError(f"a global batch of {global_batch} is not a multiple of {words}; use {near}")
     return global_batch // whole
-
-
-def precision_of(words: str) -> Precision:
-    """Return the precision that has this common name.
-
-    Args:
-        words: "bf16" or "fp16" (compute in it; gradients, masters and optimizer state in fp32), "fp32", "bf16-true"
-            (bf16 throughout), or param/reduce/master such as "bf16/bf16/fp32", where "stored" is each parameter's own.
-
-    Raises:
-        PlanError: not one or three parts. ConfigError: an unknown dtype.
-    """
-    if words == "bf16-true":
-        return Precision(param="bf16", reduce="bf16", master="bf16")
-    parts = words.split("/")
-    if len(parts) == 1:
-        return Precision(param=words, reduce="fp32", master="fp32")
-    if len(parts) != 3:
-        raise PlanError(
-            f"precision={words!r}: must be one of bf16, fp16, fp32, bf16-true, or have the form param/reduce/master"
-        )
-    param, reduce, master = (None if part == "stored" else part for part in parts)
-    return Precision(param=param, reduce=reduce, master=master)

@@ -3,8 +3,11 @@
 `config.files.load` reads one from a TOML file; `Config.for_ranks` fits it to a number of ranks.
 """
 
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -15,20 +18,19 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    create_model,
     model_validator,
 )
 
 from shardwise.errors import ConfigError, MeshError
 from shardwise.policy.offload import PLACES
 from shardwise.policy.places import Places
-from shardwise.policy.strategy import LEAST_SLOTS, OTHER_NAMES
+from shardwise.policy.settings import AUTO, RUN, Setting, words
+from shardwise.policy.strategy import Strategy
 from shardwise.suggest import divisors
 
-StrategyName = Literal[
-    "no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2"
-]
 DtypeName = Literal["fp32", "bf16", "fp16"]
-HYBRID_STRATEGIES: frozenset[StrategyName] = frozenset({"hybrid_shard", "hybrid_shard_zero2"})
+HYBRID_STRATEGIES = frozenset(one.value for one in Strategy if one.sharded and one.replicated)
 
 _MOST_TOKENS = 2**31
 """Largest number of tokens of one step on one rank, which holds all of them in memory at once."""
@@ -42,11 +44,6 @@ PATH, RANDOM = "path", "random"
 NoneWord = BeforeValidator(lambda value: None if value == "none" else value)
 
 
-def _our_name(strategy: object) -> object:
-    """Return our name of a strategy given by the field's; anything else is returned as it is."""
-    return OTHER_NAMES.get(strategy, strategy) if isinstance(strategy, str) else strategy
-
-
 class Section(BaseModel):
     """Base of every section: frozen, no unknown keys, no silent conversions (the text "3" is not the number 3)."""
 
@@ -58,6 +55,30 @@ class Section(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+
+
+def _key(setting: Setting) -> tuple[Any, Any]:
+    """Return the type and the field of the key with a setting's value."""
+    kinds = get_args(setting.plain) if isinstance(setting.plain, UnionType) else (setting.plain,)
+    if setting.choices:
+        kinds = (Literal[*setting.choices, *([AUTO] if setting.can_be_auto else [])],)
+    if setting.least is not None:
+        kinds = tuple(Annotated[int, Field(ge=setting.least)] if kind is int else kind for kind in kinds)
+    kind: Any = reduce(or_, kinds)
+    if setting.others:
+        kind = Annotated[kind, BeforeValidator(lambda given: setting.others.get(str(given), given))]
+    if setting.default is None:
+        kind = Annotated[kind | None, NoneWord]
+    help_ = f"{setting.help} none = {setting.unset}." if setting.unset else setting.help
+    default = words(setting.default) if setting.choices else setting.default
+    return kind, Field(default, description=help_)
+
+
+def _section(name: str) -> Any:
+    """Return a section with the keys that the settings of a run have there."""
+    found = {one.key.split(".")[1]: _key(one) for one in RUN.values() if one.plain and one.key.startswith(f"{name}.")}
+    keys: Any = found
+    return create_model(f"_{name}", __base__=Section, **keys)
 
 
 class ModelConfig(Section):
@@ -240,7 +261,7 @@ class TrainConfig(Section):
         return self
 
 
-class ParallelConfig(Section):
+class ParallelConfig(_section("parallel")):  # type: ignore[misc]  # made from the settings
     """`[parallel]`: how the model is sharded, and over how many ranks."""
 
     backend: Literal["torch", "jax"] = "torch"
@@ -249,18 +270,6 @@ class ParallelConfig(Section):
     ranks: Annotated[Literal["auto"] | PositiveInt, Field(union_mode="left_to_right")] = "auto"
     """Ranks on this machine; "auto" = all GPUs, else 2 CPU ranks (8 with JAX). Under torchrun, torchrun's number is
     used."""
-    strategy: Annotated[Literal[StrategyName, "auto"], BeforeValidator(_our_name)] = "full_shard"
-    """Which of parameters, gradients and optimizer state are sharded; "auto" = the fastest strategy that is forecast to
-    fit. "ddp", "zero1", "zero2", "zero3", "fsdp" and "hsdp" are taken as other names."""
-    shard_group: Annotated[PositiveInt | None, NoneWord] = None
-    """Ranks that share one copy of the model, for the hybrid strategies; none = the ranks of one host."""
-    reshard_after_forward: Annotated[bool | PositiveInt | None, NoneWord] = None
-    """Whether to free gathered parameters after forward; a number = reshard to that many ranks; none = the strategy's
-    default."""
-    slots: Annotated[int, Field(ge=LEAST_SLOTS)] = 3
-    """Buffers for gathered units per size class, which limit how far gathering runs ahead."""
-    units: Annotated[PositiveInt | list[str] | None, NoneWord] = None
-    """Names of the module classes that are units, or the smallest number of parameters of a unit; none = automatic."""
     param_dtype: Annotated[DtypeName | None, NoneWord] = None
     """The dtype of forward and backward, and of gathered parameters. none = the checkpoint's if a run is resumed; else
     bf16 if `model.dtype` is "fp32" and the accelerator computes in bf16; else `model.dtype`."""

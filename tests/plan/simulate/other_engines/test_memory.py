@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError
-from shardwise.plan.dry_run.job import ENGINES, Job
+from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import Allocate, Free, Gradient, Kernel, Recording, StepPhase
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.models.source import resolve
 from shardwise.plan.simulate.forecast import forecast_of
 from shardwise.plan.simulate.other_engines.memory import EngineAllocations, engine_allocations
+from shardwise.policy.settings import ENGINES
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 6, "vocab_size": 128,
