@@ -31,7 +31,7 @@ USERS_OF_SELF = {"train", "cli"}
 ROOMS: dict[str, dict[str, set[str]]] = {
     "comm": {".": set(), "backends": {"."}},
     "offload": {"media": set(), ".": {"media"}},
-    "engine": {"units": set(), ".": {"units"}, "setup": {"units", "."}},
+    "engine": {"units": set(), ".": {"units"}, "extensions": {"units", "."}, "setup": {"units", ".", "extensions"}},
     "checkpoint": {
         "io": set(),
         "names": {"io"},

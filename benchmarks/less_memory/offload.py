@@ -34,6 +34,7 @@ from benchmarks.less_memory import deepspeed_offload
 from shardwise.files.direct import huge_page_buffer
 from shardwise.files.scratch_file import ScratchFile
 from shardwise.offload.portions import BUFFERS
+from shardwise.offload.stores import of_owner
 
 MIB = 2**20
 WAYS = ("none", "memory", "nvme")
@@ -89,7 +90,7 @@ def train(way: str, args: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad()
 
     told = steps(args, backward, update)
-    store = next(model.parameters()).unit.states  # type: ignore[attr-defined]
+    store = of_owner(next(model.parameters()).unit).states  # type: ignore[attr-defined]
     told |= {
         "file_bytes": 0 if store is None else store.medium.nbytes,
         "ring_bytes": 0 if store is None else store.ring_bytes,

@@ -20,12 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.engine import in_flight
-from shardwise.engine.lookup import gradient_stores, require_engine
+from shardwise.engine.extensions.offloaded import gradient_stores
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
 from shardwise.offload.media.device_buffers import DeviceBuffers
 from shardwise.offload.media.host_memory import HostMemory
 from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.offload.slice_home import HomeState, SliceHome
+from shardwise.offload.stores import any_offloaded
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
 from tests.offload.played_runs import edited_steps, every_program, goes_on_alike, same_bits_in_order, steps_in_backward
@@ -628,7 +630,7 @@ def test_without_a_device_nothing_changes() -> None:
     twins = Twins(offload=sw.Offload(**ALONE))  # type: ignore[arg-type]
     twins.train(2)
     assert gradient_stores(twins.engine) == []
-    assert not any(unit.rests_elsewhere for unit in twins.engine.units)
+    assert not any_offloaded(twins.engine.units)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -770,7 +772,7 @@ def test_steps_in_backward_leave_nothing_to_go_home() -> None:
                 twins.step()
                 twins.same_parameters()
         assert sw.memory(twins.sharded).now["grad_shards"] == 0
-        assert not any(unit.rests_elsewhere for unit in twins.engine.units)
+        assert not any_offloaded(twins.engine.units)
     assert order.races == []
 
 

@@ -20,6 +20,7 @@ from shardwise.errors import ConfigError, PeerError, UsageError
 from shardwise.offload import host_step, host_threads
 from shardwise.offload.host_step import HostStep
 from shardwise.offload.media.host_memory import HostMemory
+from shardwise.offload.stores import of_owner
 from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
@@ -148,7 +149,7 @@ def test_nothing_in_host_memory_is_copied_for_a_step() -> None:
             with copies[0], copies[1]:
                 optimizer.step()
             optimizer.zero_grad()
-        assert not any(buffer.nbytes for buffer, _ in require_engine(model).root.host_step._free)
+        assert not any(buffer.nbytes for buffer, _ in of_owner(require_engine(model).root).host_step._free)
 
 
 @pytest.mark.parametrize("clips", [sw.clip_grad_norm_, nn.utils.clip_grad_norm_], ids=["ours", "torch"])
@@ -561,4 +562,4 @@ def test_without_a_device_nothing_changes() -> None:
     twins = Twins(offload=sw.Offload(params="cpu", optimizer="cpu", gradients="cpu", step="cpu"))
     twins.train(2)
     same_states(twins)
-    assert twins.engine.root.host_step is None
+    assert of_owner(twins.engine.root).host_step is None

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.lookup import require_engine, shard_stores
+from shardwise.engine.extensions.offloaded import shard_stores
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import UsageError
 from shardwise.offload.media.device_buffers import DeviceBuffers
 from shardwise.offload.media.host_memory import HostMemory

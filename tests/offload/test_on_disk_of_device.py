@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import accelerators
-from shardwise.engine.lookup import require_engine, shard_stores
+from shardwise.engine.extensions.offloaded import shard_stores
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError, PeerError, UsageError
 from shardwise.files.direct import PAGE_BYTES
 from shardwise.offload.media import staged_disk

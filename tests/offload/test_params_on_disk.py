@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.lookup import require_engine, shard_stores
+from shardwise.engine.extensions.offloaded import shard_stores
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
 from shardwise.files.scratch_file import ScratchFile
 from shardwise.offload.media.disk import Disk, OnThread

@@ -26,7 +26,8 @@ from shardwise.checkpoint.names.transformers_names import find, find_adapter
 from shardwise.checkpoint.names.wrappers import unwrapped, unwrapped_name
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
 from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
-from shardwise.engine.lookup import engines_of, shard_stores
+from shardwise.engine.extensions.offloaded import shard_stores
+from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.torch_patches import with_state
 from shardwise.errors import CheckpointError
 from shardwise.modules.adapters import adapter_config, adapter_names

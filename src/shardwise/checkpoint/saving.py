@@ -32,7 +32,8 @@ from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
 from shardwise.checkpoint.staging import StagingBuffer
 from shardwise.engine.collective_log import SyncPoint
 from shardwise.engine.engine import Engine
-from shardwise.engine.lookup import engines_of, shard_stores
+from shardwise.engine.extensions.offloaded import shard_stores
+from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
 from shardwise.modules.adapters import adapter_config

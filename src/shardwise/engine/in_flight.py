@@ -12,11 +12,6 @@ from shardwise.comm.protocol import Work
 from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.gradients import UnitGradients
 from shardwise.engine.units.unit import Unit
-from shardwise.offload.shard_store import BUFFERS
-from shardwise.offload.slice_home import SliceHome
-
-_HELD = BUFFERS // 2
-"""Buffers of the ring that slices may hold whose sums nobody has waited for. The others are for slices on their way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,17 +33,13 @@ class InFlight(deque[Flight]):
     shard's gradient and later ones add to it."""
 
     def make_room(self, unit: Unit) -> None:
-        """Call before sums of the unit begin: finish sums of units whose slices rest elsewhere, oldest first, until its
-        own slices have room in the ring. Slots are freed as usual, so the parts of a reduction stay the same."""
-        wanted = len(_homes(unit))
-        held = [flight for flight in self if not flight.is_summed and _homes(flight.unit)] if wanted else []
-        wanted += sum(len(_homes(flight.unit)) for flight in held)
-        for flight in held:
-            if wanted <= _HELD:
-                break
-            wanted -= len(_homes(flight.unit))
-            _sum(flight)
-            _leave(flight.unit)
+        """Called before sums of the unit begin. Gradients that are not resident need room in memory (an extension)."""
+
+    @staticmethod
+    def sum(flight: Flight) -> None:
+        """Wait for the sums of a flight, which keeps its slot."""
+        _sum(flight)
+        _leave(flight.unit)
 
     def finish_all(self) -> None:
         """Wait for every flight and free its slot."""
@@ -93,11 +84,6 @@ class InFlight(deque[Flight]):
         if flight.slot is not None:
             assert flight.slot.holder is flight.unit, f"a reduction of {flight.unit} lost its slot"
             flight.slot.free()
-
-
-def _homes(unit: Unit) -> list[SliceHome]:
-    """Return the homes of the unit's gradients; none if they rest on the device."""
-    return [group.gradients.home for group in unit.groups if group.gradients.home is not None and group.trainable]
 
 
 def _leave(unit: Unit) -> None:

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from shardwise.engine.engine import Engine
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
-from shardwise.offload.shard_store import ShardStore
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 _ENGINE = "_shardwise_engine"
@@ -74,18 +73,6 @@ def units_at(engine: Engine, module: nn.Module, recurse: bool = True) -> list[Un
         for unit in engine.units
         if any(id(site.module) in within for group in unit.groups for sites in group.sites for site in sites)
     ]
-
-
-def shard_stores(*engines: Engine) -> list[ShardStore]:
-    """Return the stores of shards of these engines that rest on a medium."""
-    homes = (group.home for engine in engines for unit in engine.units for group in unit.groups)
-    return list(dict.fromkeys(home.store for home in homes if home is not None))
-
-
-def gradient_stores(*engines: Engine) -> list[ShardStore]:
-    """Return the stores of reduced gradients of these engines that rest on a medium."""
-    stores = (group.gradients.store for engine in engines for unit in engine.units for group in unit.groups)
-    return list(dict.fromkeys(store for store in stores if store is not None))
 
 
 def steps_in_backward(parameter: Tensor) -> bool:

@@ -58,7 +58,7 @@ class Reducer:
         self._additions: dict[float, ScaledAddition] = {}
         """By the divisor of the sum."""
         self.slots = ReduceSlots(mesh, self._collectives, keeps_full)
-        self._in_flight = InFlight()
+        self.in_flight = InFlight()
         self.steps = BackwardSteps(log)
 
     @property
@@ -111,7 +111,7 @@ class Reducer:
         gradients.scaled.flush()
         if gradients.slot is not None and gradients.reducing.now:
             if self.steps.are_taken:
-                self._in_flight.sum_all()
+                self.in_flight.sum_all()
                 self.steps.take_early()
                 self.steps.note(unit)
             self._start(unit, gradients.complete())
@@ -144,7 +144,7 @@ class Reducer:
                 self.reduce(unit)
             else:
                 unit.gradients.close()
-        self._in_flight.finish_all()
+        self.in_flight.finish_all()
         with hooks_run():
             for unit, fates in zip(units, of_units, strict=True):
                 if unit.gradients.apart is not None and unit.gradients.apart.is_waiting:
@@ -157,7 +157,7 @@ class Reducer:
     def abandon(self, units: Sequence[Unit]) -> None:
         """After a backward that raised, finish the reductions that peers may be waiting for and forget the rest."""
         self._flush()  # while the slots are still those units'
-        self._in_flight.finish_all()
+        self.in_flight.finish_all()
         for unit in units:
             unit.gradients.abandon()
         for slot in self.slots.all:
@@ -172,7 +172,7 @@ class Reducer:
 
     def _claim(self, slot: Slot[Unit], unit: Unit) -> Slot[Unit]:
         if slot.holder is not None:  # the unit's own slot, still used by its last reduction
-            self._in_flight.finish_in(slot)
+            self.in_flight.finish_in(slot)
         slot.take(unit)
         return slot
 
@@ -183,7 +183,7 @@ class Reducer:
             for slot in choices:
                 if slot.holder is None:
                     return slot
-            if not self._in_flight.finish_oldest(choices):
+            if not self.in_flight.finish_oldest(choices):
                 # Units whose gradients are still incomplete hold all slots: reduce what the first one has so far.
                 victim = choices[0].holder
                 assert victim is not None
@@ -201,21 +201,21 @@ class Reducer:
         if self._mesh.world_size > 1:
             self._log.note(label)
         if unit.gradients.reducing is not MEAN and lies_apart(unit, self._mesh):
-            start_apart(unit, slot, label, self._mesh, self._in_flight)
+            start_apart(unit, slot, label, self._mesh, self.in_flight)
             return
         scattered: Work = FINISHED
         if shard.world_size > 1 or replicate.world_size == 1:
             sums = None if self.slots.slices is None else self._claim(self._free_slot(self.slots.slices, unit), unit)
             if sums is None:
-                self._in_flight.make_room(unit)
+                self.in_flight.make_room(unit)
             reductions = tuple(self._reduction(unit, group, slot, sums) for group in groups)
             scattered = shard.reduce_scatter(slot.buffer, reductions, label)
-            self._in_flight.append(Flight(unit, slot, [scattered]))
+            self.in_flight.append(Flight(unit, slot, [scattered]))
             slot = sums or slot
         if replicate.world_size > 1:
             slices = [group.slice_in(slot) for group in groups]
             works = [replicate.all_reduce(own, after=scattered, label=label) for own in slices]
-            self._in_flight.append(Flight(unit, slot, works, slices))
+            self.in_flight.append(Flight(unit, slot, works, slices))
 
     def _reduction(self, unit: Unit, group: Group, slot: Slot[Unit], sums: Slot[Unit] | None) -> Reduction:
         if sums is not None:

@@ -41,7 +41,7 @@ class Unsharder:
         self._schedule = schedule
         self._slots = slots
         self._ahead = 0
-        """Number of events to read ahead for; 0 if no shard rests on a medium."""
+        """Number of events to read ahead for; 0 if all shards are resident."""
         self._arena: Arena[Unit] | None = None
         self._secondary: Arena[Unit] | None = None
         """Slots of units that backward gathers over the smaller group of ranks, from secondary shards."""
@@ -72,7 +72,7 @@ class Unsharder:
             self._secondary = Arena(self._mesh.secondary, BufferKind.GATHER, classes)
             for unit in again:
                 unit.parameters.allocate_secondary(self._mesh.secondary)
-        self._ahead = _READ_AHEAD if any(group.home is not None for unit in units for group in unit.groups) else 0
+        self._ahead = _READ_AHEAD if not all(group.is_resident for unit in units for group in unit.groups) else 0
         pinned = [unit.parameters.pin(self._mesh.shard, unit) for unit in units if unit.parameters.is_pinned]
         for slot in (*self.all_slots, *pinned):
             self.slots[slot.key] = slot
@@ -138,7 +138,7 @@ class Unsharder:
 
     def _start(self, unit: Unit, slot: Slot[Unit]) -> None:
         # Load first: a disk may fail, and must do so before anything is issued or taken.
-        held = unit.parameters.slices_for(slot).come() if self._ahead else ()
+        held = unit.parameters.slices_for(slot).load() if self._ahead else ()
         label = self._log.gather_label(unit.index)
         if slot.collectives.world_size > 1:
             self._log.note(label)

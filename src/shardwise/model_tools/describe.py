@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from torch import nn
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.few_bits import BlockDtypes
 from shardwise.engine.lookup import require_engine
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.unit import Unit
@@ -127,7 +128,7 @@ def _unit(unit: Unit) -> UnitPlace:
 def _parameters(group: Group) -> Iterable[ParameterPlace]:
     dtypes = [group.dtypes.master, group.dtypes.compute, group.dtypes.reduce]
     names = "/".join(map(_short, dtypes if len(set(dtypes)) > 1 else dtypes[:1]))
-    names = names if group.dtypes.bits is None else f"{group.dtypes.bits} of {names}"
+    names = f"{group.dtypes.bits} of {names}" if isinstance(group.dtypes, BlockDtypes) else names
     for sharded in group.sharded:
         text = names if sharded.requires_grad else f"{names} frozen"
         yield ParameterPlace(sharded.fqn, sharded.placement.shape, text, sharded.placement)

@@ -11,12 +11,14 @@ from torch.optim import Optimizer
 
 from shardwise import accelerators
 from shardwise.engine.engine import Engine
-from shardwise.engine.lookup import gradient_stores, require_engine, shard_stores
+from shardwise.engine.extensions.offloaded import gradient_stores, shard_stores
+from shardwise.engine.lookup import require_engine
 from shardwise.engine.setup.torch_patches import with_state
 from shardwise.model_tools.activation_checkpointing import input_copies
 from shardwise.offload.media.medium import Medium
 from shardwise.offload.resting_state import RestingState
 from shardwise.offload.state_store import StateStore
+from shardwise.offload.stores import of_owner
 from shardwise.policy.kinds import STATE_KINDS
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 from shardwise.tables import aligned, format_bytes
@@ -126,7 +128,7 @@ class _StateBytes(NamedTuple):
 def _optimizer_bytes(engine: Engine) -> _StateBytes:
     rings = sum(store.ring_bytes for store in _state_stores(engine))
     state = list(_optimizer_state(engine))
-    if engine.root.host_step is None:
+    if of_owner(engine.root).host_step is None:
         return _StateBytes(_held_bytes(state) + rings, 0)
     on_host = _held_bytes(tensor for tensor in state if tensor.device == accelerators.CPU)
     return _StateBytes(_held_bytes(state) - on_host, on_host + rings)  # loaded state is on the device until a step
@@ -146,7 +148,8 @@ def _host_bytes(engine: Engine, media: Mapping[str, Sequence[Medium]], state_byt
     host = {kind: sum(medium.host_bytes for medium in of_kind) for kind, of_kind in media.items()}
     host["optimizer"] += state_bytes
     host["activations"] = sum(copies.host_bytes for copies in input_copies(engine.units))
-    host["temporaries"] = 0 if engine.root.host_step is None else engine.root.host_step.host_bytes
+    host_step = of_owner(engine.root).host_step
+    host["temporaries"] = 0 if host_step is None else host_step.host_bytes
     return host
 
 
@@ -155,7 +158,7 @@ def _nonzero(by_kind: Mapping[str, int]) -> dict[str, int]:
 
 
 def _state_stores(engine: Engine) -> set[StateStore]:
-    return {unit.states for unit in engine.units if unit.states is not None}
+    return {store for store in (of_owner(unit).states for unit in engine.units) if store is not None}
 
 
 def _optimizers(engine: Engine) -> Iterator[Optimizer]:

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.lookup import engines_of, gradient_stores, shard_stores, units_at
+from shardwise.engine.extensions.offloaded import gradient_stores, shard_stores
+from shardwise.engine.lookup import engines_of, units_at
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
 from shardwise.sharded.whole import forget

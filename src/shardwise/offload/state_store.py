@@ -24,7 +24,7 @@ from shardwise.offload.portions import BUFFERS, Kept, Portion, portions_of, ring
 from shardwise.offload.resting_state import RestingState
 from shardwise.offload.shard_store import have_read_ahead
 from shardwise.offload.state_room import StateRoom
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.parameter import Owner, ShardedParameter
 from shardwise.sharded.partial_step import step_some
 
 State = dict[ShardedParameter, dict[str, Any]]
@@ -36,6 +36,8 @@ class StateStore:
     def __init__(self, medium: Medium, ring_bytes: int | None, host: HostStep | None = None) -> None:
         """`host`: takes the steps, if the host does; the ring is then in host memory."""
         self.medium = medium
+        self.owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+        """The units whose optimizer state it keeps."""
         self._host = host
         self._asked_bytes = ring_bytes
         self._buffers: list[Tensor] = []
@@ -94,7 +96,7 @@ class StateStore:
         return room
 
     def _keeps(self, parameter: Tensor) -> bool:
-        return isinstance(parameter, ShardedParameter) and parameter.unit is not None and parameter.unit.states is self
+        return isinstance(parameter, ShardedParameter) and parameter.unit in self.owners
 
     def place(self, optimizer: Optimizer, parameter: ShardedParameter, name: str) -> RestingState | None:
         """Return the stand-in for a state tensor of the parameter, or None if no room was taken for it."""

@@ -12,6 +12,7 @@ from shardwise.comm.protocol import Collectives
 from shardwise.offload.host_step import HostStep
 from shardwise.offload.shard_store import BUFFERS, homes_for_step
 from shardwise.offload.state_store import StateStore
+from shardwise.offload.stores import of_owner
 from shardwise.offload.together import together
 from shardwise.sharded.parameter import Home, ShardedParameter
 from shardwise.sharded.partial_step import by_owner, step_some
@@ -59,27 +60,25 @@ def _step_by_homes(optimizer: Optimizer, by_homes: Mapping[tuple[Home, ...], lis
 
 def store_of(parameter: Tensor) -> StateStore | None:
     """Return the store that keeps the parameter's state, or None if the state is where the optimizer put it."""
-    unit = parameter.unit if isinstance(parameter, ShardedParameter) else None
-    return None if unit is None else unit.states
+    return of_owner(parameter.unit).states if isinstance(parameter, ShardedParameter) else None
 
 
 def host_step_of(parameter: Tensor) -> HostStep | None:
     """Return what takes the parameter's step on the host, or None if the device does."""
-    unit = parameter.unit if isinstance(parameter, ShardedParameter) else None
-    return None if unit is None else unit.host_step
+    return of_owner(parameter.unit).host_step if isinstance(parameter, ShardedParameter) else None
 
 
 def stores_of(optimizer: Optimizer) -> list[StateStore]:
     """Return all stores that keep state of the optimizer's parameters."""
-    units = by_owner(optimizer)
-    return list(dict.fromkeys(unit.states for unit in units if unit is not None and unit.states is not None))
+    states = (of_owner(unit).states for unit in by_owner(optimizer))
+    return list(dict.fromkeys(store for store in states if store is not None))
 
 
 def _groups_of(selected: Sequence[Sequence[Tensor]]) -> list[Collectives]:
     """Return the groups of ranks that step these parameters together, where a medium may fail on one rank alone."""
     groups: dict[Collectives, None] = {}
     for parameter in itertools.chain(*selected):
-        if isinstance(parameter, ShardedParameter) and parameter.unit is not None and parameter.unit.rests_elsewhere:
+        if isinstance(parameter, ShardedParameter) and any(of_owner(parameter.unit)):
             for group in (parameter.placement.shard_group, parameter.placement.replicas):
                 if group is not None:
                     groups[group] = None

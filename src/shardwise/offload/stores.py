@@ -1,23 +1,16 @@
-"""The stores of one `sw.shard` call, for optimizer state, weights and gradients that do not stay on the device; and its
-optimizers' step on the host."""
+"""Which units have stores: where their optimizer state, weights and gradients are kept that do not stay on the device,
+and what takes their optimizers' steps on the host."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import weakref
+from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
-
-from shardwise import accelerators
 from shardwise.offload.host_step import HostStep
-from shardwise.offload.media.disk import Disk
-from shardwise.offload.media.host_memory import HostMemory
-from shardwise.offload.media.medium import Medium
-from shardwise.offload.media.staged_disk import THREADS, StagedDisk
 from shardwise.offload.shard_store import ShardStore
-from shardwise.offload.slice_home import SliceHome
 from shardwise.offload.state_store import StateStore
-from shardwise.policy.offload import Offload
+from shardwise.sharded.parameter import Owner
 
 
 class Stores(NamedTuple):
@@ -29,36 +22,6 @@ class Stores(NamedTuple):
     host_step: HostStep | None = None
     """Takes optimizers' steps on the host. None: the device does."""
 
-    @classmethod
-    def of(cls, offload: Offload | None, device: torch.device) -> Stores:
-        """Make the stores that `offload` asks for, without allocating anything yet."""
-        if offload is None:
-            return cls()
-
-        is_apart = accelerators.has_memory(device)
-
-        def medium(place: str | None, what: str, reaches_device: bool = is_apart) -> Medium | None:
-            if place == "nvme":
-                assert offload.path is not None
-                if reaches_device:
-                    return StagedDisk(Disk(Path(offload.path), what, THREADS), device, what, offload.pin)
-                return Disk(Path(offload.path), what)
-            return HostMemory(device, what, offload.pin) if place == "cpu" and reaches_device else None
-
-        host_step = HostStep(device, offload.pin) if offload.step == "cpu" and is_apart else None
-        shards, gradients = medium(offload.params, "weights"), medium(offload.gradients, "gradients")
-        states = medium(offload.optimizer, "optimizer state", reaches_device=is_apart and host_step is None)
-        return cls(
-            None if states is None else StateStore(states, offload.ring_bytes, host_step),
-            None if shards is None else ShardStore(shards),
-            None if gradients is None else ShardStore(gradients, host_step is not None),
-            host_step,
-        )
-
-    def home_of_shard(self, numel: int, dtype: torch.dtype) -> SliceHome | None:
-        """Return a home for a new slice of weights, or None if it stays in memory or is empty."""
-        return None if self.shards is None or not numel else SliceHome(self.shards, numel, dtype)
-
     @property
     def of_slices(self) -> list[ShardStore]:
         """The stores of slices, in which each group has its own home: weights and gradients."""
@@ -67,3 +30,25 @@ class Stores(NamedTuple):
 
 ON_DEVICE = Stores()
 """No stores: everything stays on the device."""
+
+_of_owners: weakref.WeakKeyDictionary[Owner, Stores] = weakref.WeakKeyDictionary()
+"""The stores of each unit that has any."""
+
+
+def attach(owner: Owner, stores: Stores) -> None:
+    """Let these be the stores of a unit from now on."""
+    _of_owners.pop(owner, None)
+    if any(stores):
+        _of_owners[owner] = stores
+    if stores.states is not None:
+        stores.states.owners.add(owner)
+
+
+def of_owner(owner: Owner | None) -> Stores:
+    """Return the stores of a unit."""
+    return ON_DEVICE if owner is None else _of_owners.get(owner, ON_DEVICE)
+
+
+def any_offloaded(owners: Iterable[Owner]) -> bool:
+    """Whether any of these units has stores. Called in every step."""
+    return len(_of_owners) > 0 and any(owner in _of_owners for owner in owners)

@@ -11,11 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.offloaded import OffloadedGradient, stores_of_gradients
 from shardwise.engine.lookup import engines_below
 from shardwise.engine.setup.torch_patches import updates_nothing, with_state
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.offload.shard_store import ShardStore
+from shardwise.offload.stores import attach, of_owner
 from shardwise.optim.clip import clip as clip_parameters
 from shardwise.optim.whole_matrix import WholeMatrixOptimizer
 from shardwise.sharded.parameter import ShardedParameter
@@ -90,11 +92,11 @@ def _keep_here(units: Iterable[Unit]) -> bool:
     Returns whether any were."""
     stores: dict[ShardStore, None] = {}
     for unit in units:
+        stores |= stores_of_gradients(unit)
         for group in unit.groups:
-            if group.gradients.store is not None:
-                stores[group.gradients.store] = None
+            if isinstance(group.gradients, OffloadedGradient):
                 group.gradients.stay()
-        unit.note_places()
+        attach(unit, of_owner(unit)._replace(gradients=None))
     for store in stores:
         store.release()
     return bool(stores)

@@ -48,17 +48,6 @@ def outer_face(parameter: Tensor) -> ShardedParameter | None:
 class Owner(Protocol):
     """The owner of a parameter, which is told of its updates: its unit."""
 
-    states: Any
-    """Where the optimizer state of its parameters rests on a medium (`offload.StateStore`), or None."""
-
-    host_step: Any
-    """What takes its parameters' optimizer steps on the host (`offload.HostStep`), or None if the device does."""
-
-    @property
-    def rests_elsewhere(self) -> bool:
-        """Whether its parameters, their gradients or their optimizer state rest elsewhere than on the device between
-        uses."""
-
     @property
     def is_running(self) -> bool:
         """Whether a forward of its model is under way, or a backward, which may recompute one."""

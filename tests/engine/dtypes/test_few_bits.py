@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint.pretrained import blank_for
+from shardwise.engine.extensions.few_bits import BlockGroup
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
 from shardwise.sharded.blocks import BLOCK_NUMEL, Coder, block_bytes
@@ -102,7 +103,7 @@ def test_blocks_travel_and_nothing_else_is_kept() -> None:
     squares(model, batch(0)).backward()
     engine = require_engine(model)
     unit = next(unit for unit in engine.units if unit.fqn == "blocks.0")
-    [group] = [group for group in unit.groups if group.dtypes.bits]
+    [group] = [group for group in unit.groups if isinstance(group, BlockGroup)]
     numel = -(-2 * (2 * WIDTH + 1) * WIDTH // 1024) * 1024  # two matrices: slices of whole rows of 16 bytes
     assert group.shard.nbytes == numel // 2 // 64 * 34
     travelled = [event.bytes_sent for event in events(engine) if event.op == "all_gather"]

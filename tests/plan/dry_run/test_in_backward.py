@@ -41,7 +41,7 @@ def real(case: Case, precision: sw.Precision) -> tuple[dict[str, int], int, list
     """Memory by kind between steps, the most bytes of reduced gradients in them, and the traffic of the last step."""
     made: list[GradientShard] = []
     most = [0]
-    new: Callable[[GradientShard], None] = GradientShard._new
+    new: Callable[[GradientShard], None] = GradientShard._renew
 
     def counted(shard: GradientShard) -> None:
         new(shard)
@@ -49,7 +49,7 @@ def real(case: Case, precision: sw.Precision) -> tuple[dict[str, int], int, list
         most[0] = max(most[0], sum(one.flat.nbytes for one in dict.fromkeys(made) if one.flat is not None))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientShard, "_new", counted)
+        patch.setattr(GradientShard, "_renew", counted)
         state, sent = real_step(case, precision, in_backward=True)
     return state, most[0], sent
 

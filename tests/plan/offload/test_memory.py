@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.lookup import gradient_stores, require_engine
+from shardwise.engine.extensions.offloaded import gradient_stores
+from shardwise.engine.lookup import require_engine
 from shardwise.offload import host_step, portions
 from shardwise.offload.step import stores_of
 from shardwise.plan.dry_run.job import Job

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.all_gather import ExtendedGroup
+from shardwise.engine.extensions.few_bits import BlockDtypes, BlockGroup
+from shardwise.engine.extensions.offloaded import OffloadedGradient, RingInFlight, gradients_in, offloaded
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.setup.agreement import agree_on_init, agree_on_layout, agree_on_values
 from shardwise.engine.setup.cores import share_cores
-from shardwise.engine.units.extended import ExtendedGroup
-from shardwise.engine.units.group import Group
-from shardwise.engine.units.kept import Dtypes
+from shardwise.engine.units.group import Dtypes, Group, Original
 from shardwise.engine.units.settings import UnitSettings
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import LayoutError
@@ -22,9 +23,9 @@ from shardwise.modules.deferred_init.materialize import draws_on_device, materia
 from shardwise.modules.deferred_init.put_off import blank_, is_put_off
 from shardwise.modules.extended import EXTENDED
 from shardwise.modules.linear_weights import linear_weights
-from shardwise.modules.site import Site, Values
+from shardwise.modules.site import Values
 from shardwise.modules.wrapping import UnitPlan
-from shardwise.offload.stores import Stores
+from shardwise.offload.stores import Stores, attach
 from shardwise.offload.together import together
 from shardwise.policy.precision import Precision
 from shardwise.sharded.parameter import SHARDED_FACE
@@ -60,14 +61,13 @@ def build_units(
             )
     groups = [_groups(plan, engine, few, stores) for plan in plans]
     units = [
-        (Unit(plan.fqn, plan.modules, groups[index], (), inner if index else outer, stores), plan)
+        (Unit(plan.fqn, plan.modules, groups[index], (), inner if index else outer), plan)
         for index, plan in enumerate(plans)
     ]
     settings = (engine.strategy, precision, engine.slots, resharding, engine.align)
     agree_on_layout([unit for unit, _ in units], list(model.named_buffers()), settings, mesh)
+    _attach(stores, [unit for unit, _ in units], engine)
     _take_room(stores, [group for of_unit in groups for group in of_unit], mesh)
-    if stores.host_step is not None:
-        share_cores(mesh)
     with torch.no_grad(), torch.inference_mode(False):
         if on_meta(model) and is_put_off() and not draws_on_device():
             _put_off(units, mesh)
@@ -85,13 +85,22 @@ def build_units(
     return [unit for unit, _ in units]
 
 
+def _attach(stores: Stores, units: Sequence[Unit], engine: Engine) -> None:
+    for unit in units:
+        attach(unit, stores)
+    if stores.gradients is not None:
+        engine.reducer.in_flight = RingInFlight()
+    if stores.host_step is not None:
+        share_cores(engine.mesh)
+
+
 def _take_room(stores: Stores, groups: Sequence[Group], mesh: Mesh) -> None:
     """Take room on the medium for slices that rest there, on all ranks or none. Gradients of parameters that become
     trainable later take theirs then."""
     if not stores.of_slices:
         return
     for group in groups:
-        if group.trainable:
+        if group.trainable and isinstance(group.gradients, OffloadedGradient):
             group.gradients.reserve()
     with together((mesh.shard, mesh.replicate), "sw.shard"):
         for store in stores.of_slices:
@@ -160,7 +169,7 @@ def _groups(plan: UnitPlan, engine: Engine, few: Collection[int], stores: Stores
     `few`: ids of parameters that are kept in few bits if they are frozen. `stores`: for what rests on a medium.
     """
     precision, group = engine.precision, engine.mesh.shard
-    kinds: dict[tuple[torch.dtype, bool, bool, bool], list[tuple[str, nn.Parameter, tuple[Site, ...]]]] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool, bool], list[Original]] = {}
     extended: list[Group] = []
     for item in plan.parameters:
         parameter = item[1]
@@ -172,14 +181,16 @@ def _groups(plan: UnitPlan, engine: Engine, few: Collection[int], stores: Stores
         kinds.setdefault((parameter.dtype, parameter.requires_grad, in_few, kept), []).append(item)
     return [
         *(
-            Group(items, _dtypes(dtype, trainable, precision, in_few, kept), group, stores, engine.align)
+            offloaded(BlockGroup if in_few else Group, stores)(
+                items, _dtypes(dtype, trainable, precision, in_few, kept), group, engine.align, gradients_in(stores)
+            )
             for (dtype, trainable, in_few, kept), items in kinds.items()
         ),
         *extended,
     ]
 
 
-def _extended(item: tuple[str, nn.Parameter, tuple[Site, ...]], engine: Engine, stores: Stores) -> Group:
+def _extended(item: Original, engine: Engine, stores: Stores) -> Group:
     """Make the group of a parameter whose class says how it travels."""
     fqn, parameter, _ = item
     if engine.mesh.secondary is not None:
@@ -190,7 +201,9 @@ def _extended(item: tuple[str, nn.Parameter, tuple[Site, ...]], engine: Engine, 
     precision = engine.precision
     kept = precision.keeps(fqn)
     dtypes = _dtypes(parameter.dtype, parameter.requires_grad, precision, in_few=False, kept=kept)
-    return ExtendedGroup(item, dtypes, engine.mesh.shard, stores, _policy(precision))
+    make = offloaded(ExtendedGroup, stores)
+    extended: Group = make(item, dtypes, engine.mesh.shard, _policy(precision), gradients_in(stores))
+    return extended
 
 
 def _policy(precision: Precision) -> MixedPrecisionPolicy:
@@ -214,7 +227,10 @@ def _dtypes(stored: torch.dtype, trainable: bool, precision: Precision, in_few: 
 
     master = given(precision.master, stored) if trainable else stored
     compute = master if kept else given(precision.param, master)
-    return Dtypes(master, compute, given(precision.reduce, compute), precision.frozen if in_few else None)
+    reduce = given(precision.reduce, compute)
+    if in_few and precision.frozen is not None:
+        return BlockDtypes(master, compute, reduce, precision.frozen)
+    return Dtypes(master, compute, reduce)
 
 
 @torch.no_grad()

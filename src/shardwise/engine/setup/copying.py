@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.all_gather import ExtendedGroup
 from shardwise.engine.setup.module_methods import give_up_interrupted
-from shardwise.engine.units.extended import ExtendedGroup
 from shardwise.engine.units.group import Group
-from shardwise.engine.units.kept import copy_numbers
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.modules.late_parameters import LateParameters
 from shardwise.modules.site import Site
-from shardwise.offload.stores import Stores
+from shardwise.offload.stores import attach, of_owner
+from shardwise.sharded.few_bits import FewBitsParameter
 
 _DEEPCOPY = "__deepcopy__"
 
@@ -115,10 +115,13 @@ def _copied_units(engine: Engine, memo: Mapping[int, Any]) -> list[Unit]:
             copied = copies[unit] = Unit(
                 unit.fqn, [memo[id(m)] for m in unit.modules], groups, ancestors, unit.settings
             )
+            attach(copied, of_owner(unit)._replace(states=None, host_step=None))
             copied.shard_parameters(engine.mesh.device)
             for group, original in zip(groups, unit.groups, strict=True):
-                copy_numbers(group, original)
+                group.shard.copy_(original.shard)
                 for ours, theirs in zip(group.sharded, original.sharded, strict=True):
+                    if isinstance(ours, FewBitsParameter) and isinstance(theirs, FewBitsParameter):
+                        ours.added = theirs.added
                     ours.placement = theirs.placement  # one object: `same_cut` of both is then quick
     return list(copies.values())
 
@@ -130,13 +133,9 @@ def _copied_group(group: Group, memo: Mapping[int, Any]) -> Group:
             "possible: build the model again, shard it and call load_state_dict(model.state_dict())"
         )
     parameters = zip(group.fqns, group.sharded, group.sites, strict=True)
-    return Group(
+    return group.like(
         [
             (fqn, memo[id(sharded)], tuple(Site(memo[id(site.module)], site.name) for site in sites))
             for fqn, sharded, sites in parameters
-        ],
-        group.dtypes,
-        group.collectives,
-        Stores(shards=None if group.home is None else group.home.store, gradients=group.gradients.store),
-        group.align,
+        ]
     )

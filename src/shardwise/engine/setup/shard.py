@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.offloaded import stores_for
 from shardwise.engine.lookup import engine_of, engines_by_name, set_engine
 from shardwise.engine.mesh import Mesh, build_mesh
 from shardwise.engine.setup.adoption import (
@@ -33,7 +34,6 @@ from shardwise.modules.extended import plain_of
 from shardwise.modules.late_parameters import LateParameters
 from shardwise.modules.linear_weights import linear_weights
 from shardwise.modules.wrapping import SideBySide, Together, UnitPlan, Units, assign_parameters, choose_units, nesting
-from shardwise.offload.stores import Stores
 from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import LEAST_SLOTS, Strategy
@@ -127,7 +127,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     settled = {module for fqn in below for module in tree.get_submodule(fqn).modules()}
     groups = common_mesh(below.values(), resharding) or build_mesh(strategy, mesh, _group_size(resharding), None)
     check_mesh(below, groups)
-    stores = Stores.of(_checked_offload(offload), groups.device)
+    stores = stores_for(_checked_offload(offload), groups.device)
     for fqn in below:
         take_over(tree.get_submodule(fqn))
     engine = Engine(groups, strategy, precision, slots, resharding, align)

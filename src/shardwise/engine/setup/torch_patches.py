@@ -22,6 +22,7 @@ from shardwise.engine.engine import tell_of_errors
 from shardwise.errors import UsageError
 from shardwise.modules.graph_breaks import leave_uncompiled
 from shardwise.offload.step_hook import put_last
+from shardwise.offload.stores import any_offloaded
 from shardwise.sharded.optimizer_state import cut_state
 from shardwise.sharded.parameter import Owner, ShardedParameter, outer_face
 from shardwise.sharded.partial_step import is_view
@@ -140,7 +141,7 @@ def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] |
         return None
     _check_sharded(optimizer)
     owners = _stepping[optimizer] = _owners(optimizer)
-    put_last(optimizer, has_stores=any(unit.rests_elsewhere for unit in owners))
+    put_last(optimizer, has_stores=any_offloaded(owners))
     if owners:
         leave_uncompiled()
         _check_elementwise(optimizer)

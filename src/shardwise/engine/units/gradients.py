@@ -120,8 +120,7 @@ class UnitGradients:
         self._open_views = self._views_of(slot)
         self._add_late(slot)
         for group in self.groups:
-            if group.gradients.home is not None:
-                group.gradients.read_ahead()
+            group.gradients.read_ahead()
 
     def close(self) -> None:
         """Free the slot. Callers make sure that no gradient in it is needed any more."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,30 +13,92 @@ from torch import Tensor, nn
 from shardwise.comm.protocol import Collectives
 from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.gradient_shard import GradientShard
-from shardwise.engine.units.kept import Dtypes, outer_face
 from shardwise.engine.units.size_classes import SLOT_ALIGN_BYTES
 from shardwise.layout.flat import FlatLayout, build_layout, round_up
 from shardwise.modules.inner_face import leaf_of, placeholder_of
 from shardwise.modules.site import Site, Values, foreign_parameter
-from shardwise.offload.slice_home import SliceHome
-from shardwise.offload.stores import ON_DEVICE, Stores
 from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 from shardwise.sharded.placement import Placement
 
+ALIGN_BYTES = 16
+"""Parameters and slices start on this boundary in the narrowest dtype that holds them."""
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtypes that a group is stored in, computes in and is reduced in. Extensions whose gathered bytes are no plain
+    numbers override what follows from the three."""
+
+    master: torch.dtype
+    """Of the numbers that the optimizer updates."""
+    compute: torch.dtype
+    reduce: torch.dtype
+
+    @property
+    def align(self) -> int:
+        """Elements that make ALIGN_BYTES in the narrowest of the three."""
+        return max(1, ALIGN_BYTES // min(self.master.itemsize, self.compute.itemsize, self.reduce.itemsize))
+
+    @property
+    def stored(self) -> torch.dtype:
+        """Dtype of the shard's memory."""
+        return self.master
+
+    @property
+    def gathered(self) -> torch.dtype:
+        """Dtype of what is gathered."""
+        return self.compute
+
+    def stored_numel(self, numel: int) -> int:
+        """Return how many elements of `stored`, or of `gathered`, stand for `numel` numbers, a multiple of `align`."""
+        return numel
+
+    def places(self, start_bytes: int, numel: int) -> tuple[int, int]:
+        """Return where the gathered bytes start in a slot whose numbers start at `start_bytes`, and where both end."""
+        return start_bytes, start_bytes + round_up(numel * self.compute.itemsize, SLOT_ALIGN_BYTES)
+
+    def admit_wide_gradient(self, leaf: nn.Parameter) -> None:
+        """If gradients are reduced in a wider dtype than the leaf's, let them arrive as an operation computed them.
+
+        Autograd would round them to the leaf's dtype, such as an fp32 gradient of a bf16 weight that was multiplied
+        with an fp32 tensor, as in norms.
+        """
+        if self.reduce.itemsize > self.compute.itemsize:
+            leaf.grad_dtype = None
+
+
+Original = tuple[str, nn.Parameter, tuple[Site, ...]]
+"""A parameter to be sharded: its fully qualified name, itself, and every attribute of a module that holds it."""
+MakeGradients = Callable[[int, torch.dtype, Sequence[ShardedParameter]], GradientShard]
+
+
+class Versioned(Protocol):
+    """Memory that counts writes, as a tensor does."""
+
+    @property
+    def _version(self) -> int:
+        """Grows with each write."""
+
 
 class Group:
-    """One group: its layout, its shard, and both faces of its parameters, for modules and for optimizers."""
+    """One group: its layout, its shard, and both faces of its parameters, for modules and for optimizers.
+
+    Extensions subclass it for shards that are stored or gathered otherwise.
+    """
+
+    is_resident = True
+    """Whether the shard stays in memory between uses."""
 
     def __init__(
         self,
-        originals: Sequence[tuple[str, nn.Parameter, tuple[Site, ...]]],
+        originals: Sequence[Original],
         dtypes: Dtypes,
         collectives: Collectives,
-        stores: Stores = ON_DEVICE,
         align: int = 1,
+        make_gradients: MakeGradients = GradientShard,
     ) -> None:
-        """`stores`: where its shard and gradient rest between uses. `align`: parameters and slices start on multiples
-        of so many elements, as well as on those that the dtypes require."""
+        """`align`: parameters and slices start on multiples of so many elements, as well as on those that the dtypes
+        require. `make_gradients`: makes the gradient of its shard."""
         self.dtypes = dtypes
         self.align = align
         self.collectives = collectives
@@ -54,16 +116,16 @@ class Group:
         """Byte offset in that slot of the gathered bytes: the same, unless parameters are decoded from them."""
         self.gradients_start = 0
         """Byte offset of this group in its unit's reduce slot."""
-        self.home = stores.home_of_shard(dtypes.kept_numel(self.layout.shard_numel), dtypes.kept)
-        """Where the shard rests between uses; None if it stays in memory."""
-        self.counter: Tensor | SliceHome
-        """The shard, or its home: either has a `_version` that grows with each write."""
+        self.counter: Versioned
+        """Counts writes to the shard."""
         self.device: torch.device
         self.leaves: list[nn.Parameter] = []
         """The inner faces: parameters that modules compute with and autograd knows."""
         self.sharded: list[ShardedParameter] = []
         """The outer faces: parameters that users and optimizers see."""
-        self.gradients = GradientShard(self.layout.shard_numel, dtypes.master, self.sharded, stores.gradients)
+        self.gradients = make_gradients(self.layout.shard_numel, dtypes.master, self.sharded)
+        self._make_gradients = make_gradients
+        self._shard: Tensor
         self._placeholders: list[Tensor] = []
         self._places: list[tuple[nn.Module, str, nn.Parameter, ShardedParameter]] = []
         """Every attribute of a module that holds one face or the other: (module, name, leaf, outer face)."""
@@ -87,9 +149,8 @@ class Group:
 
     @property
     def is_whole(self) -> bool:
-        """Whether modules compute with the shard itself: a shard group of one, no offload, no cast; or no elements."""
-        in_memory = self.layout.world_size == 1 and self.home is None
-        return self.layout.numel == 0 or (in_memory and self.dtypes.kept == self.dtypes.compute)
+        """Whether modules compute with the shard itself: a shard group of one, no cast; or no elements."""
+        return self.layout.numel == 0 or (self.layout.world_size == 1 and self.dtypes.stored == self.dtypes.compute)
 
     @property
     def trainable(self) -> bool:
@@ -104,18 +165,19 @@ class Group:
 
     @property
     def shard(self) -> Tensor:
-        """This rank's slice of the flat buffer: 1-D, master dtype (or bytes: `kept.py`). An offloaded one is loaded,
-        and stays in memory while there is a view of it."""
-        return self.counter if isinstance(self.counter, Tensor) else self.counter.flat()
+        """This rank's slice of the flat buffer: 1-D, `dtypes.stored`."""
+        return self._shard
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of the shard, wherever it rests."""
-        return self.dtypes.kept_numel(self.layout.shard_numel) * self.dtypes.kept.itemsize
+        """Bytes of the shard."""
+        return self.dtypes.stored_numel(self.layout.shard_numel) * self.dtypes.stored.itemsize
 
-    def come(self) -> Tensor:
-        """Load the shard, and keep it in memory while the returned tensor is held. Read `shard`, not that tensor."""
-        return self.counter if isinstance(self.counter, Tensor) else self.counter.come()
+    def load(self) -> Tensor | None:
+        """Load a shard that is not resident; it stays in memory while the returned tensor is held."""
+
+    def read_ahead(self) -> None:
+        """Begin to load a shard that is not resident."""
 
     # Building ---------------------------------------------------------------------------------------------------
 
@@ -125,23 +187,16 @@ class Group:
         """Cut the originals (full, on any real device) into this rank's shard and free them. No communication.
 
         Args:
-            storage: memory for the shard (shard_numel elements of the master dtype); new memory by default.
+            storage: memory for the shard (of `dtypes.stored`); new memory by default.
             values: returns the full tensors, if originals may lack memory. Asked for one parameter at a time, and only
                 for those that this rank holds a part of.
         """
         self.device = device
-        if self.home is not None:
-            self.home.begin_anew()
-        elif storage is None:
-            numel = self.dtypes.kept_numel(self.layout.shard_numel)
-            storage = torch.zeros(numel, dtype=self.dtypes.kept, device=device)
-        self.counter = self.home or storage  # type: ignore[assignment]
-        coder = self.dtypes.coder(device)
-        shard = self.shard  # held, so that an offloaded one stays in memory until all of it is written
+        self.counter = self._allocate_shard(storage)
         for index, original in enumerate(self.originals):
             fragment = self.layout.fragment(index, self.collectives.rank)
             placement = Placement(self.layout, index, self.collectives)
-            sharded = outer_face(self.home or shard, self.dtypes, coder, placement, original.requires_grad)
+            sharded = self._sharded_parameter(placement, original.requires_grad)
             full = original if not fragment.numel or values is None else values(self.fqns[index])
             if fragment.numel and full is not None:
                 sharded.write(full.detach().reshape(-1)[fragment.start : fragment.stop])
@@ -158,6 +213,22 @@ class Group:
         self.originals = []
         for module, name, _, sharded in self._places:
             module._parameters[name] = sharded  # type: ignore[assignment]
+
+    def _allocate_shard(self, storage: Tensor | None) -> Versioned:
+        """Allocate the shard, in `storage` if given. Returns what counts its writes."""
+        numel = self.dtypes.stored_numel(self.layout.shard_numel)
+        self._shard = torch.zeros(numel, dtype=self.dtypes.stored, device=self.device) if storage is None else storage
+        return self._shard
+
+    def _sharded_parameter(self, placement: Placement, requires_grad: bool) -> ShardedParameter:
+        """Make the sharded parameter over its piece of the shard."""
+        fragment = placement.fragment
+        piece = self.shard[fragment.offset : fragment.offset + fragment.numel]
+        return ShardedParameter(piece, placement, requires_grad)
+
+    def like(self, originals: Sequence[Original]) -> Group:
+        """Return an empty group of the same kind and settings for other parameters of the same shapes."""
+        return type(self)(originals, self.dtypes, self.collectives, self.align, self._make_gradients)
 
     def rebase(self, names: Mapping[nn.Module, str], collectives: Collectives) -> None:
         """Move the group to a model whose modules have these `names`, sharded over `collectives`. No communication."""
@@ -219,9 +290,12 @@ class Group:
         """Return views of the gradients in a reduce slot, full shapes, reduce dtype."""
         return self._views(self.flat_gradients(slot))
 
-    def send(self, place: Tensor, piece: Tensor) -> None:
+    def pre_all_gather(self, place: Tensor, piece: Tensor) -> None:
         """Write this rank's slice, cast, to the place in a slot from which it is gathered."""
         place.copy_(piece)
+
+    def post_all_gather(self, slot: Slot[Any]) -> None:
+        """Make parameters of what was gathered into a slot, if they are not the same."""
 
     def slice_in(self, slot: Slot[Any]) -> Tensor:
         """Return a view of this rank's slice in a slot that holds slices only, 1-D, reduce dtype."""

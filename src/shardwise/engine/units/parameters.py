@@ -30,7 +30,6 @@ from torch import Tensor
 from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Collectives, Work
 from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.gathered_writes import GatheredWrites
-from shardwise.engine.units.kept import decode
 from shardwise.engine.units.slices import Slices
 
 if TYPE_CHECKING:
@@ -141,8 +140,8 @@ class UnitParameters:
         """Bytes of this rank's slices in memory, those of the secondary shard included."""
         if self._pinned_bytes is not None:
             return self._pinned_bytes.nbytes
-        kept = [group.shard_bytes for group in self.groups if group.home is None]
-        return sum(kept) + sum(piece.nbytes for piece in self.secondary)
+        resident = [group.shard_bytes for group in self.groups if group.is_resident]
+        return sum(resident) + sum(piece.nbytes for piece in self.secondary)
 
     @property
     def secondary(self) -> Sequence[Tensor]:
@@ -179,7 +178,7 @@ class UnitParameters:
 
     def allocate_secondary(self, collectives: Collectives) -> None:
         """Allocate the secondary shard, over the smaller group of ranks. No communication."""
-        numels = [group.dtypes.kept_numel(group.layout.numel // collectives.world_size) for group in self.groups]
+        numels = [group.dtypes.stored_numel(group.layout.numel // collectives.world_size) for group in self.groups]
         pieces = [
             torch.empty(numel, dtype=group.dtypes.gathered, device=group.device)
             for group, numel in zip(self.groups, numels, strict=True)
@@ -198,9 +197,9 @@ class UnitParameters:
     # Unsharding: each step is called in graph order, alike on every rank ---------------------------------------------
 
     def read_ahead(self) -> None:
-        """Begin to load the shards that rest on a medium."""
-        for home in [group.home for group in self.groups if group.home is not None]:
-            home.read_ahead()
+        """Begin to load the shards that are not resident."""
+        for group in self.groups:
+            group.read_ahead()
 
     def slices_for(self, slot: Slot[Any]) -> Slices:
         """Return the slices that a gather into `slot` starts from: secondary ones in a slot over the smaller group."""
@@ -225,8 +224,7 @@ class UnitParameters:
         self._work.wait()
         self._work = FINISHED
         for group in self.groups:
-            if group.dtypes.bits is not None:
-                decode(group, self.slot)
+            group.post_all_gather(self.slot)
         self._show_views()
         self.slot.expect_references()  # leaves and cached views: one more at reshard is a view that somebody keeps
         self._move(ParameterState.UNSHARDED)

@@ -22,13 +22,13 @@ class Slices:
         self.collectives = collectives
         self._groups = groups
         self._own = own
-        if own is None and not any(group.home for group in groups):
+        if own is None and all(group.is_resident for group in groups):
             self._own = [group.shard for group in groups]
-        """The slices, by group; None if some rest on a medium, and so are loaded when they are asked for."""
+        """The slices, by group; None if some are not resident, and so are loaded when they are asked for."""
         self.version = -1
         """Version of the weights in the slices."""
         self._written: Work = FINISHED
-        numels = [group.dtypes.kept_numel(group.layout.numel // collectives.world_size) for group in groups]
+        numels = [group.dtypes.stored_numel(group.layout.numel // collectives.world_size) for group in groups]
         self.spans = tuple(
             FlatSpan(group.gathered_start, numel * group.dtypes.gathered.itemsize)
             for group, numel in zip(groups, numels, strict=True)
@@ -40,14 +40,14 @@ class Slices:
 
     @property
     def pieces(self) -> Sequence[Tensor]:
-        """The slices, by group. Shards that rest on a medium are loaded, and stay in memory while there is a view of
+        """The slices, by group. Shards that are not resident are loaded, and stay in memory while there is a view of
         them. Raises UsageError if loading fails."""
         return [group.shard for group in self._groups] if self._own is None else self._own
 
-    def come(self) -> Sequence[Tensor]:
-        """Load shards that rest on a medium, and keep them in memory while the returned tensors are held. Raises
+    def load(self) -> Sequence[Tensor | None]:
+        """Load shards that are not resident, and keep them in memory while the returned tensors are held. Raises
         UsageError if loading fails."""
-        return [group.come() for group in self._groups] if self._own is None else ()
+        return [group.load() for group in self._groups] if self._own is None else ()
 
     def were_written(self, version: int, work: Work) -> None:
         """Note that `work` wrote weights of that version into the slices: copies wait for it, and for nothing later."""
@@ -58,7 +58,7 @@ class Slices:
         """Copy the slices, cast, to their final places in a slot."""
         with self.collectives.writing(slot.buffer, after=self._written):
             for group, piece, place in zip(self._groups, self.pieces, self._places, strict=True):
-                group.send(slot.flat(*place), piece)
+                group.pre_all_gather(slot.flat(*place), piece)
 
     def read_from(self, slot: Slot[Any], version: int) -> None:
         """Copy the slices out of a slot that holds weights of that version."""

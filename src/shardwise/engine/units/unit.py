@@ -24,7 +24,6 @@ from shardwise.engine.units.settings import PLAIN, UnitSettings
 from shardwise.errors import UsageError
 from shardwise.modules.dtypes import explain
 from shardwise.modules.site import Values
-from shardwise.offload.stores import ON_DEVICE, Stores
 from shardwise.sharded.parameter import ShardedParameter
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -63,7 +62,6 @@ class Unit:
         groups: Sequence[Group],
         ancestors: Sequence[Unit] = (),
         settings: UnitSettings = PLAIN,
-        stores: Stores = ON_DEVICE,
     ) -> None:
         self.fqn = fqn
         """Name of its module in the engine's model; "" is that model itself. Names of several are joined by "+"."""
@@ -82,15 +80,8 @@ class Unit:
         self.gradients = UnitGradients(self.groups)
         self.calls: UnitCalls[Unit] = UnitCalls()
         self.listener: Listener | None = None
-        self.states, self.host_step = stores.states, stores.host_step
-        """Where its optimizer state rests between steps, and what takes its steps on the host; None as for copies."""
         self._handles: list[RemovableHandle] = []
         self._hooked_leaves: set[int] = set()
-        self.note_places()
-
-    def note_places(self) -> None:
-        """Note whether anything of it rests or steps elsewhere; asked of every unit in every step."""
-        self.rests_elsewhere = any((self.states, self.host_step, *(g.home or g.gradients.store for g in self.groups)))
 
     def __str__(self) -> str:
         """The unit in messages."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,18 +18,46 @@ from torch import Tensor, nn
 
 from shardwise.comm.protocol import Collectives
 from shardwise.engine.units.arena import Slot, storage_key
-from shardwise.engine.units.group import Group
-from shardwise.engine.units.kept import Dtypes
+from shardwise.engine.units.group import Dtypes, Group, MakeGradients
+from shardwise.engine.units.size_classes import SLOT_ALIGN_BYTES
 from shardwise.errors import LayoutError
+from shardwise.layout.flat import round_up
 from shardwise.modules.extended import EXTENDED, inner_name
 from shardwise.modules.inner_face import placeholder_of
 from shardwise.modules.site import Site, Values
-from shardwise.offload.stores import Stores
 from shardwise.sharded.parameter import SHARDED_FACE
 from shardwise.sharded.placement import mesh_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+@dataclass(frozen=True)
+class ExtendedDtypes(Dtypes):
+    """The dtypes of a group whose class says how it travels, cut into whole rows."""
+
+    travels: torch.dtype
+    """Dtype of what is gathered."""
+    is_beside: bool
+    """Whether the tensor that is computed with lies beside what was gathered."""
+
+    @property
+    def align(self) -> int:
+        """One: rows may have any number of elements."""
+        return 1
+
+    @property
+    def gathered(self) -> torch.dtype:
+        """What the class makes of the parameter for the gather."""
+        return self.travels
+
+    def places(self, start_bytes: int, numel: int) -> tuple[int, int]:
+        """As the base class; the gathered bytes lie in the place of the numbers, or behind it."""
+        gathered_bytes = round_up(numel * self.travels.itemsize, SLOT_ALIGN_BYTES)
+        if not self.is_beside:
+            return start_bytes, start_bytes + gathered_bytes
+        end = start_bytes + round_up(numel * self.compute.itemsize, SLOT_ALIGN_BYTES)
+        return end, end + gathered_bytes
 
 
 class ExtendedGroup(Group):
@@ -40,8 +68,8 @@ class ExtendedGroup(Group):
         item: tuple[str, nn.Parameter, tuple[Site, ...]],
         dtypes: Dtypes,
         collectives: Collectives,
-        stores: Stores,
         policy: MixedPrecisionPolicy,
+        make_gradients: MakeGradients,
     ) -> None:
         """Every rank must call this: the class may ask all of them for a scale."""
         fqn, plain, sites = item
@@ -69,10 +97,10 @@ class ExtendedGroup(Group):
         self._leaf = nn.Parameter(whole, requires_grad=plain.requires_grad)
         self._leaf._backward_hooks = original._backward_hooks
         self._leaf._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
-        self._held, apart = _holder(self._leaf, came, fqn)
+        self._held, is_beside = _holder(self._leaf, came, fqn)
         self._empty = placeholder_of(original.shape, self._held.dtype, collectives.device)
-        dtypes = replace(dtypes, travels=came.dtype, is_apart=apart)
-        super().__init__([item], dtypes, collectives, stores, math.prod(columns))
+        dtypes = ExtendedDtypes(dtypes.master, dtypes.compute, dtypes.reduce, came.dtype, is_beside)
+        super().__init__([item], dtypes, collectives, math.prod(columns), make_gradients)
         self.point_at_placeholders()
 
     @property
@@ -95,7 +123,7 @@ class ExtendedGroup(Group):
         self._places = [(module, name, self._leaf, sharded) for module, name, _, _ in self._places]
 
     @torch.no_grad()
-    def send(self, place: Tensor, piece: Tensor) -> None:
+    def pre_all_gather(self, place: Tensor, piece: Tensor) -> None:
         """Write to `place` what the class makes of this rank's rows."""
         rows = getattr(self._rows, self._inner)
         rows.data = piece[: rows.numel()].view(rows.shape)

@@ -1,0 +1,275 @@
+"""Groups whose shard, or whose gradient, is stored off the device between uses (`sw.Offload`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import accelerators
+from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.all_gather import ExtendedGroup
+from shardwise.engine.extensions.few_bits import BlockGroup
+from shardwise.engine.in_flight import InFlight
+from shardwise.engine.units.gradient_shard import GradientShard
+from shardwise.engine.units.group import Group, MakeGradients, Original, Versioned
+from shardwise.engine.units.unit import Unit
+from shardwise.modules.site import Values
+from shardwise.offload.host_step import HostStep
+from shardwise.offload.media.disk import Disk
+from shardwise.offload.media.host_memory import HostMemory
+from shardwise.offload.media.medium import Medium
+from shardwise.offload.media.staged_disk import THREADS, StagedDisk
+from shardwise.offload.shard_store import BUFFERS, ShardStore
+from shardwise.offload.slice_home import HomeState, SliceHome
+from shardwise.offload.state_store import StateStore
+from shardwise.offload.stores import Stores
+from shardwise.policy.offload import Offload
+from shardwise.sharded.few_bits import FewBitsParameter
+from shardwise.sharded.parameter import ShardedParameter, piece_in
+from shardwise.sharded.placement import Placement
+from shardwise.sharded.reductions import norms_of_pieces
+
+
+class OffloadedGradient(GradientShard):
+    """A gradient that is in memory only while a reduction adds to it or somebody has a view of it."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, sharded: Sequence[ShardedParameter], store: ShardStore) -> None:
+        super().__init__(numel, dtype, sharded)
+        self.store = store if numel else None
+        """Where it is stored, if anywhere."""
+        self.home: SliceHome | None = None
+        """Its place in the store; None if it is not allocated, or stays in memory."""
+
+    @property
+    def is_resident(self) -> bool:  # type: ignore[override]
+        """Whether it stays in memory between uses."""
+        return self.home is None
+
+    def reserve(self) -> None:
+        """Choose its place in the store, if it has none yet. Takes no room there yet."""
+        if self.store is not None and self.home is None:
+            self.home = SliceHome(self.store, self._numel, self._dtype)
+
+    def stay(self) -> None:
+        """Stay in memory from the next allocation on: steps in backward use gradients at once. No communication."""
+        self.store = None
+
+    def _renew(self) -> None:
+        """Allocate a place that nobody else refers to."""
+        is_again = bool(self.faces)
+        if is_again:
+            self.home = None
+        self.reserve()
+        if self.home is None:
+            super()._renew()
+            return
+        if is_again:
+            self.home.begin_anew()  # the place may hold numbers of another slice
+        self.faces = [ShardedParameter.at(self.home, each.stored_device, each.placement) for each in self._sharded]
+        self._unkept = max(self._references())
+
+    def release(self) -> None:
+        """Free its place until it is allocated again, unless a parameter still has a gradient."""
+        super().release()
+        if not self.faces:
+            self.home = None
+
+    def prepare_sum(self) -> tuple[Tensor, bool]:
+        """As the base class; the gradient stays in memory while the returned tensor is held."""
+        accumulate = self._accumulates()
+        if self.home is None:
+            assert self.flat is not None
+            return self.flat, accumulate
+        total = self.home.flat() if accumulate else self.home.claim()
+        self.home.note_write()
+        return total, accumulate
+
+    def read_ahead(self) -> None:
+        """Begin to load it, if a sum will be added to gradients of earlier backwards."""
+        if self.home is not None and any(sharded.grad is not None for sharded in self._sharded):
+            self.home.read_ahead()
+
+    def leave(self) -> None:
+        """Let it leave memory. Norms are formed first, so that clipping need not load it; but not while anybody holds a
+        view: another sum may be under way, or a user may write later."""
+        home = self.home
+        if home is None:
+            return
+        if home.state is HomeState.HERE and not home.is_viewed and not home.knows_norms:
+            home.note_norms(self._norms(home.flat()))
+        home.leave()
+
+    def _norms(self, flat: Tensor) -> dict[int, Tensor]:
+        held = [own for own in self.faces if own.fragment.numel]
+        norms = norms_of_pieces([piece_in(flat, own) for own in held])
+        return {own.fragment.offset: norm for own, norm in zip(held, norms, strict=True)}
+
+    def _references(self) -> list[int]:
+        """Return how often Python refers to each gradient; a view of any piece counts for all."""
+        if self.home is None:
+            return super()._references()
+        return [sys.getrefcount(own) + self.home.is_viewed for own in self.faces]
+
+
+class OffloadedGroup(Group):
+    """A group whose shard is stored off the device between uses."""
+
+    def __init__(self, *args: Any, store: ShardStore, **kwargs: Any) -> None:
+        """`store`: where the shard is stored. The others are those of the base class."""
+        super().__init__(*args, **kwargs)
+        self.store = store
+        numel = self.dtypes.stored_numel(self.layout.shard_numel)
+        self.home = SliceHome(store, numel, self.dtypes.stored) if numel else None
+        """The shard's place in the store; None if it is empty."""
+
+    @property
+    def is_resident(self) -> bool:  # type: ignore[override]
+        """Whether the shard stays in memory between uses: only if it is empty."""
+        return self.home is None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are no elements: modules never compute with the shard itself."""
+        return self.layout.numel == 0
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's slice of the flat buffer, loaded. It stays in memory while there is a view of it."""
+        return super().shard if self.home is None else self.home.flat()
+
+    def load(self) -> Tensor | None:
+        """Load the shard, and keep it in memory while the returned tensor is held. Read `shard`, not that tensor."""
+        return None if self.home is None else self.home.come()
+
+    def read_ahead(self) -> None:
+        """Begin to load the shard."""
+        if self.home is not None:
+            self.home.read_ahead()
+
+    def shard_parameters(
+        self, device: torch.device, storage: Tensor | None = None, values: Values | None = None
+    ) -> None:
+        """As the base class. The shard stays in memory until all of it is written."""
+        if self.home is not None:
+            self.home.begin_anew()
+        held = self.load()
+        super().shard_parameters(device, storage, values)
+        del held
+
+    def _allocate_shard(self, storage: Tensor | None) -> Versioned:
+        return super()._allocate_shard(storage) if self.home is None else self.home
+
+    def _sharded_parameter(self, placement: Placement, requires_grad: bool) -> ShardedParameter:
+        if self.home is None:
+            return super()._sharded_parameter(placement, requires_grad)
+        return ShardedParameter.at(self.home, self.device, placement, requires_grad)
+
+    def like(self, originals: Sequence[Original]) -> Group:
+        """Return an empty group of the same kind, settings and store."""
+        arguments = originals, self.dtypes, self.collectives, self.align, self._make_gradients
+        return type(self)(*arguments, store=self.store)
+
+
+class OffloadedBlockGroup(OffloadedGroup, BlockGroup):
+    """A group in few bits whose shard is stored off the device between uses."""
+
+    def _sharded_parameter(self, placement: Placement, requires_grad: bool) -> ShardedParameter:
+        if self.home is None:
+            return super()._sharded_parameter(placement, requires_grad)
+        return FewBitsParameter(self.home, self.coder, self.dtypes.master, placement)
+
+
+class OffloadedExtendedGroup(OffloadedGroup, ExtendedGroup):
+    """The group of a parameter that defines its own all_gather, stored off the device between uses."""
+
+
+_OFFLOADED: dict[type[Group], type[OffloadedGroup]] = {
+    Group: OffloadedGroup,
+    BlockGroup: OffloadedBlockGroup,
+    ExtendedGroup: OffloadedExtendedGroup,
+}
+
+
+def offloaded(kind: type[Group], stores: Stores) -> Any:
+    """Return what makes groups of this kind that are stored as `stores` say."""
+    return kind if stores.shards is None else partial(_OFFLOADED[kind], store=stores.shards)
+
+
+def gradients_in(stores: Stores) -> MakeGradients:
+    """Return what makes gradients that are stored as `stores` say."""
+    return GradientShard if stores.gradients is None else partial(OffloadedGradient, store=stores.gradients)
+
+
+def stores_for(offload: Offload | None, device: torch.device) -> Stores:
+    """Make the stores that `offload` asks for, without allocating anything yet."""
+    if offload is None:
+        return Stores()
+
+    is_apart = accelerators.has_memory(device)
+
+    def medium(place: str | None, what: str, reaches_device: bool = is_apart) -> Medium | None:
+        if place == "nvme":
+            assert offload.path is not None
+            if reaches_device:
+                return StagedDisk(Disk(Path(offload.path), what, THREADS), device, what, offload.pin)
+            return Disk(Path(offload.path), what)
+        return HostMemory(device, what, offload.pin) if place == "cpu" and reaches_device else None
+
+    host_step = HostStep(device, offload.pin) if offload.step == "cpu" and is_apart else None
+    shards, gradients = medium(offload.params, "weights"), medium(offload.gradients, "gradients")
+    states = medium(offload.optimizer, "optimizer state", reaches_device=is_apart and host_step is None)
+    return Stores(
+        None if states is None else StateStore(states, offload.ring_bytes, host_step),
+        None if shards is None else ShardStore(shards),
+        None if gradients is None else ShardStore(gradients, host_step is not None),
+        host_step,
+    )
+
+
+def stores_of_gradients(unit: Unit) -> dict[ShardStore, None]:
+    """Return the stores of the unit's gradients."""
+    kept = (group.gradients for group in unit.groups)
+    return {each.store: None for each in kept if isinstance(each, OffloadedGradient) and each.store is not None}
+
+
+def shard_stores(*engines: Engine) -> list[ShardStore]:
+    """Return the stores of these engines' shards."""
+    groups = (group for engine in engines for unit in engine.units for group in unit.groups)
+    return list(dict.fromkeys(group.store for group in groups if isinstance(group, OffloadedGroup) and group.home))
+
+
+def gradient_stores(*engines: Engine) -> list[ShardStore]:
+    """Return the stores of these engines' reduced gradients."""
+    units = (unit for engine in engines for unit in engine.units)
+    return list(dict.fromkeys(store for unit in units for store in stores_of_gradients(unit)))
+
+
+class RingInFlight(InFlight):
+    """Reductions whose sums pass through the ring of buffers of a store."""
+
+    _MOST = BUFFERS // 2
+    """At most this many ring buffers hold slices whose reduction has not been waited for. The others are for slices
+    that are being read and written."""
+
+    def make_room(self, unit: Unit) -> None:
+        """Finish sums of units whose gradients are offloaded, oldest first, until this unit's gradients have room in
+        the ring. Slots are freed as usual, so the parts of a reduction stay the same."""
+        wanted = _slices(unit)
+        held = [flight for flight in self if not flight.is_summed and _slices(flight.unit)] if wanted else []
+        wanted += sum(_slices(flight.unit) for flight in held)
+        for flight in held:
+            if wanted <= self._MOST:
+                break
+            wanted -= _slices(flight.unit)
+            self.sum(flight)
+
+
+def _slices(unit: Unit) -> int:
+    """Return how many of the unit's gradients are offloaded."""
+    return sum(group.trainable and not group.gradients.is_resident for group in unit.groups)
