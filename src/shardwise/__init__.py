@@ -52,8 +52,22 @@ _HOMES = {
     "unsharded": "model_tools.unsharded",
 }
 
-_ATTACHED = {"collectives": "comm.backends.select:choose"}
-"""What the engine asks first at its seams."""
+_ATTACHED = {
+    "collectives": ("comm.backends.select:choose",),
+    "engine": (
+        "engine.extensions.autocast:attach",
+        "engine.extensions.failed_backwards:attach",
+        "engine.extensions.frozen_parameters:attach",
+        "engine.extensions.interrupts:attach",
+        "engine.extensions.late_parameters:attach",
+        "engine.extensions.manual_unshard:attach",
+    ),
+    "saved tensors": (
+        "engine.extensions.manual_unshard:handle_of",
+        "engine.extensions.subclass_wrappers:handle_of",
+    ),
+}
+"""By seam of the engine: what it asks or calls there."""
 
 _PACKAGES = ("checkpoint", "optim", "plan")
 
@@ -82,8 +96,9 @@ __all__ = [
     "unsharded",
 ]
 
-for _seam, _function in _ATTACHED.items():
-    register(_seam, f"shardwise.{_function}")
+for _seam, _functions in _ATTACHED.items():
+    for _function in _functions:
+        register(_seam, f"shardwise.{_function}")
 
 
 def __getattr__(name: str) -> Any:

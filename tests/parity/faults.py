@@ -72,7 +72,7 @@ def ungathered_backward(engine: Engine, optimizer: torch.optim.Optimizer) -> Ite
             true_unshard(self, unit, again)
 
     with (
-        patch.object(SavedTensors, "_handle", lambda self, tensor: None),
+        patch.object(SavedTensors, "handle", lambda self, tensor: None),
         patch.object(Slot, "is_referenced", False),
         patch.object(Unsharder, "unshard", unshard),
     ):

@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.engine.extensions.autocast import allow_autocast as lift_check
 from shardwise.engine.lookup import engine_of
 
 
 def allow_autocast(module: nn.Module) -> None:
     """Allow autocast around fp32 units, as torch's engines do. Its cast copies of weights stay until backward."""
     if (engine := engine_of(module, below=False)) is not None:
-        engine.refuses_autocast = False
+        lift_check(engine)
 
 
 def mixed_class(mixin: type, kind: type, name: str) -> Any:

@@ -13,21 +13,17 @@ from __future__ import annotations
 
 import enum
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch import Tensor, nn
 
 from shardwise.engine.collective_log import CollectiveLog, SyncPoint
-from shardwise.engine.forwards import Forwards
-from shardwise.engine.frozen import warn_of_frozen
-from shardwise.engine.loans import Loans
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.reducer import Reducer
 from shardwise.engine.saved_tensors import Place, SavedTensors
@@ -38,16 +34,18 @@ from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Arguments, Unit
 from shardwise.engine.unsharder import Unsharder
 from shardwise.errors import CollectiveTimeout, MismatchError, UsageError
-from shardwise.modules.dtypes import check_autocast
 from shardwise.modules.graph_breaks import hide_from_dynamo, leave_uncompiled
-from shardwise.modules.late_parameters import LateParameters
+from shardwise.modules.transforms import are_none, outside_transforms
 from shardwise.modules.trees import cast_tensors, exchange_tensors, mark_first_input, output_tensors
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
+from shardwise.registry import registered
 from shardwise.sharded import whole
 
-_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
-"""The torch.func transform that is under way, or None."""
+SEAM = "engine"
+"""Functions that are called with each engine when it has its units, to attach what modules outside the core add."""
+
+T = TypeVar("T")
 
 
 class Backward(enum.Enum):
@@ -73,34 +71,40 @@ def _on_dropped(engine: weakref.ref[Engine], _: object) -> None:
         held.backward_raised()
 
 
-class _Backwards(threading.local):
-    """The calls of torch's backward that this thread is in."""
+class Forwards(list[tuple[Unit, Any]]):
+    """The forwards of one engine that are under way, outermost first: each unit, and what a subclass notes of it."""
 
-    def __init__(self) -> None:
-        self.depth = 0
-        self.raised: list[Engine] = []
-        """Engines whose backward raised, and which have not told their peers yet."""
+    def begin(self, unit: Unit) -> None:
+        """Add a forward that begins. Called in its pre-forward hook."""
+        self.append((unit, None))
+
+    @property
+    def are_over(self) -> bool:
+        """Whether no forward is under way."""
+        return not self
+
+    @property
+    def are_around(self) -> bool:
+        """Whether a forward that begins now is inside another one."""
+        return bool(self)
 
 
-_backwards = _Backwards()
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+@dataclass(slots=True)
+class EngineHooks:
+    """What modules outside the core have one engine call. Each list is empty unless something is attached."""
 
-
-@contextmanager
-def tell_of_errors() -> Iterator[None]:
-    """Within the block, which runs a backward, an engine whose backward raises tells its peers the error. If autograd
-    raised before it came to any engine, all do whose model waits for a backward."""
-    _backwards.depth += 1
-    try:
-        yield
-    except BaseException as error:
-        raised, _backwards.raised = _backwards.raised, []
-        for engine in raised or (_engines if _backwards.depth == 1 else ()):
-            if raised or engine.log.is_awaiting:
-                engine.log.abandon(error)
-        raise
-    finally:
-        _backwards.depth -= 1
+    begin_step: list[Callable[[], None]] = field(default_factory=list)
+    """Called when an outermost forward begins, when what an interrupted step left has been cleared up."""
+    follow_requires_grad: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the engine follows the first `requires_grad` of its parameters, or a change."""
+    begin_forward: list[Callable[[Unit], None]] = field(default_factory=list)
+    """Called when a unit's forward begins, before anything of it is gathered."""
+    end_forward: list[Callable[[Place, bool], Sequence[Call[Unit]]]] = field(default_factory=list)
+    """Called with a call that is over, and whether it raised. Returns further calls that are over then."""
+    end_backward: list[Callable[[], None]] = field(default_factory=list)
+    """Called when autograd is done, before the last gradients are reduced."""
+    reshard_all: list[Callable[[], None]] = field(default_factory=list)
+    """Called before every slot is taken back, between steps."""
 
 
 class Engine:
@@ -119,20 +123,26 @@ class Engine:
         self.units: list[Unit] = []
         """Outermost first."""
         self.root: Unit
-        """The first unit. Set by `install`."""
+        """The first unit. It, `model` and `ignored` are set by `install`."""
+        self.model: nn.Module
+        self.ignored: list[nn.Parameter]
+        """Parameters of the model that are in no unit."""
         self.schedule = Schedule()
         self.log = CollectiveLog(mesh)
         self.unsharder = Unsharder(mesh, self.log, self.schedule, slots)
         self.reducer = Reducer(mesh, self.log, strategy.keeps_grads)
-        self.loans = Loans(self.unsharder, self.schedule, partial(self._use, again=False))
-        self.saved = SavedTensors(self.unsharder.slots, self._on_enter, self._unshard_on_demand)
+        self.saved = SavedTensors(self.unsharder.slots, self._on_enter, self.unshard_on_demand)
         self.forwards = Forwards()
         """The forwards of units that are under way."""
+        self.hooks = EngineHooks()
+        self.read: Callable[[Unit], bool] = lambda unit: False
+        """Unshards a unit for an operation that reads its parameters outside a call of it; see `Listener`."""
+        self.report: Callable[[], None] = partial(self.log.abandon, None)
+        """Tells peers that a backward raised."""
+        self._attached: dict[type, Any] = {}
         self.backward = Backward.NONE
         self.is_suspended = False
         """Whether `sw.unsharded` is active: modules hold full parameters and the hooks do nothing."""
-        self.refuses_autocast = True
-        """Whether autocast over fp32 units raises. False in dry runs of engines that allow it."""
         self._is_allocated = False
         self._passes = 0
         """Number of forward passes so far, those of recomputations included."""
@@ -142,21 +152,29 @@ class Engine:
         """The forward passes that the backward under way has reached, in the order in which it reached them."""
         self._finisher: Callable[[], object] = _nothing
         """Weak reference to the callback that autograd holds until the backward under way is over or has raised."""
-        self.late_parameters: LateParameters
-        """Set by `install`."""
-        _engines.add(self)
 
     # Setting up ---------------------------------------------------------------------------------------------------
 
-    def install(self, units: Sequence[Unit], late_parameters: LateParameters) -> None:
-        """Take over `units`, outermost first, and hook their modules."""
+    def install(self, units: Sequence[Unit], model: nn.Module, ignored: Sequence[nn.Parameter]) -> None:
+        """Take over `units`, outermost first, and hook their modules. `ignored`: parameters of the model in no unit."""
         self.units = list(units)
         self.root = self.units[0]
-        self.late_parameters = late_parameters
+        self.model, self.ignored = model, list(ignored)
         self._is_allocated = False
         for index, unit in enumerate(self.units):
             unit.join(self, index)
         self.log.name_units([unit.fqn for unit in self.units])
+        for attach in registered(SEAM):
+            attach(self)
+
+    def attach(self, attached: T) -> T:
+        """Keep an object that a module outside the core attaches, one of its class, and return it."""
+        self._attached[type(attached)] = attached
+        return attached
+
+    def attached(self, kind: type[T]) -> T | None:
+        """Return the object of this class that was attached, or None."""
+        return self._attached.get(kind)
 
     @property
     def nesting(self) -> int:
@@ -213,11 +231,7 @@ class Engine:
         """Begin a unit's forward. Returns its arguments: cast if the unit's settings say so, the first input marked."""
         if self.is_suspended:
             return args, kwargs
-        if _transform() is None:
-            place = self._enter_forward(unit)
-        else:  # torch.func's (jvp), which would wrap the views that slots cache
-            with temporarily_clear_interpreter_stack():
-                place = self._enter_forward(unit)
+        place = self._enter_forward(unit)
         if unit.settings.inputs is not None:
             args, kwargs = cast_tensors((args, kwargs), unit.settings.inputs)
         if torch.is_grad_enabled():
@@ -225,6 +239,7 @@ class Engine:
             args, kwargs = mark_first_input(args, kwargs, partial(self._on_exit, place))
         return args, kwargs
 
+    @outside_transforms
     def _enter_forward(self, unit: Unit) -> Place:
         """Unshard the unit and let its modules hold the full parameters."""
         recompute = torch._C._current_graph_task_id() != -1
@@ -232,8 +247,8 @@ class Engine:
             self.saved.check()
         if not recompute and (unit is self.root or not self.forwards.are_around):
             self._begin_step(unit)
-        if self.refuses_autocast:
-            check_autocast(self.mesh.device.type, unit.parameters.compute_dtypes)
+        for hook in self.hooks.begin_forward:
+            hook(unit)
         self.allocate()
         forward, call = self._forward_pass(recompute), Call(unit, recompute)
         if torch.is_grad_enabled():
@@ -244,10 +259,10 @@ class Engine:
         if not recompute or not unit.calls.in_backward:  # else unsharded already; some ranks may not recompute
             self.schedule.record(Event(Phase.FORWARD, unit.index))
         unit.calls.begin_forward(call)
-        self._use(unit, again=False)
+        self.use(unit, again=False)
         return place
 
-    def _use(self, unit: Unit, again: bool) -> None:
+    def use(self, unit: Unit, again: bool) -> None:
         """Unshard the unit, let its modules hold the full parameters, and prefetch the units that come next."""
         self.unsharder.unshard(unit, again)
         if unit.parameters.state is ParameterState.UNSHARDED:
@@ -296,18 +311,18 @@ class Engine:
             output = cast_tensors(output, unit.settings.output)
         if failure is None:
             output = self._watch_outputs(place, output)
-        lent = self.loans.end(place, failure is not None) if self.loans.to_calls else ()
-        if _transform() is None:
-            self._exit_forward(call, lent, failure)
-        else:
-            with temporarily_clear_interpreter_stack():
-                self._exit_forward(call, lent, failure)
-        if call.has_backward and len(self.forwards) == 1 and not call.recompute and _transform() is None:
+        self._exit_forward(place, failure)
+        if call.has_backward and len(self.forwards) == 1 and not call.recompute and are_none():
             self.log.await_backward(place[0].order)
         return output
 
-    def _exit_forward(self, call: Call[Unit], lent: Sequence[Call[Unit]], failure: BaseException | None) -> None:
-        """Agree with the other ranks after an outermost forward, then let go of the unit and of those `lent` to it."""
+    @outside_transforms
+    def _exit_forward(self, place: Place, failure: BaseException | None) -> None:
+        """Agree with the other ranks after an outermost forward, then let go of the unit."""
+        _, call = place
+        over = [call]
+        for hook in self.hooks.end_forward:
+            over[:0] = hook(place, failure is not None)
         try:
             if len(self.forwards) == 1 and not call.recompute:
                 self.unsharder.settle()
@@ -318,9 +333,9 @@ class Engine:
         if isinstance(failure, MismatchError | CollectiveTimeout):
             self.show_sharded()
             return  # ranks are out of step: a wait for peers would never end
-        for over in (*lent, call):
-            if over.unit.calls.are_over:
-                self._leave_forward(over.unit, over)
+        for ended in over:
+            if ended.unit.calls.are_over:
+                self._leave_forward(ended.unit, ended)
 
     def _compare(self, failure: BaseException | None) -> None:
         """Compare, at the end of an outermost forward, what ranks issued, before the output is returned."""
@@ -375,13 +390,13 @@ class Engine:
         self.saved.drain()
         self.clear_up()
         self.unsharder.begin(self.units)
-        self.loans.hide_stale()
         if unit is self.root:
             self._ahead_of_backward = 0
         if torch.is_grad_enabled():  # else a rank may be evaluating alone
             whole.forget(self.units)  # on every rank
-            self.late_parameters.check()
             self.reducer.steps.check()
+        for hook in self.hooks.begin_step:
+            hook()
         self.follow_requires_grad()
         if not self._ahead_of_backward:
             self.schedule.begin((torch.is_grad_enabled(), unit.index, unit.module.training))
@@ -393,8 +408,8 @@ class Engine:
             if sum(group.follow_requires_grad() for group in unit.groups):
                 unit.hook_gradients()
                 self._is_allocated = False
-        if not self._is_allocated and self.is_rank0:
-            warn_of_frozen(self.units)
+        for hook in self.hooks.follow_requires_grad if not self._is_allocated else ():
+            hook()
 
     def _watch_outputs(self, place: Place, output: object) -> object:
         forward, call = place
@@ -446,7 +461,7 @@ class Engine:
         unit.calls.begin_backward(call)
         self.reducer.open(unit)  # before anything computes: the unit's gradients arrive from here on
         self.schedule.record(Event(Phase.BACKWARD, unit.index))
-        self._use(unit, again=True)
+        self.use(unit, again=True)
 
     def _exit(self, call: Call[Unit]) -> None:
         """End the call's backward."""
@@ -463,7 +478,7 @@ class Engine:
         if not unit.keeps_params and (not unit.has_several or not self._follows_itself(unit)):
             self.unsharder.reshard(unit)
 
-    def _unshard_on_demand(self, unit: Unit) -> None:
+    def unshard_on_demand(self, unit: Unit) -> None:
         """Unshard `unit` if need be, because backward is about to use a saved tensor or a parameter of it."""
         self.begin_backward()
         if unit.parameters.state in (ParameterState.SHARDED, ParameterState.UNSHARDING):
@@ -472,16 +487,9 @@ class Engine:
             self.unsharder.unshard(unit, again=True)
 
     @hide_from_dynamo
-    def lend(self, unit: Unit) -> bool:
-        """Unshard the unit for an operation that reads its parameters outside a call of it. Returns False, and does
-        nothing, outside a forward or backward of the model."""
-        if self.saved.innermost is not None and not self.forwards.are_over and not self.is_suspended:
-            self.loans.read(unit, self.saved.innermost)
-        elif self.backward is Backward.RUNNING:
-            self._unshard_on_demand(unit)
-        else:
-            return False
-        return True
+    def unshard_for_read(self, unit: Unit) -> bool:
+        """Unshard the unit for an operation that reads its parameters outside a call of it; see `Listener`."""
+        return self.read(unit)
 
     def begin_backward(self) -> None:
         """Make the backward that autograd is running end with `_finish_backward`, unless that is arranged already."""
@@ -529,7 +537,8 @@ class Engine:
         self._walked.clear()
         self._ahead_of_backward = 0
         self._forget_backward()
-        self.loans.let_go()
+        for hook in self.hooks.end_backward:
+            hook()
         for unit in self.units:  # some were unsharded by handles after their own backward
             if unit.calls.are_over and unit.parameters.state is not ParameterState.SHARDED:
                 self._leave_backward(unit)
@@ -547,10 +556,8 @@ class Engine:
             forward.close()
         self.show_sharded()
         self.unsharder.settle()
-        if was_running and _backwards.depth:
-            _backwards.raised.append(self)
-        elif was_running:
-            self.log.abandon(None)
+        if was_running:
+            self.report()
 
     def show_sharded(self) -> None:
         """Let modules hold the sharded parameters, except those whose forward is under way. No communication."""
@@ -587,5 +594,6 @@ class Engine:
     def reshard_all(self) -> None:
         """Take every slot back. Between steps only."""
         self._forget_backward()
-        self.loans.forget()
+        for hook in self.hooks.reshard_all:
+            hook()
         self.unsharder.reshard_all(self.units)

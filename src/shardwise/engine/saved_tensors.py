@@ -10,21 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from shardwise.engine.units.arena import Slot
-from shardwise.engine.units.around import Around, taken_apart
 from shardwise.engine.units.calls import Call, ForwardPass
 from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import StaleWeightsError, UsageError
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.registry import registered
 
 _autograd: Any = torch._C._autograd
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+SEAM = "saved tensors"
+"""Functions that are called with a saved tensor of a class other than torch's own, until one returns its handle."""
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Pack and unpack."""
@@ -34,13 +36,16 @@ Place = tuple[ForwardPass[Unit], Call[Unit]]
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-"""Classes that are no faces: checked first, many times a step, as `isinstance` takes three times as long."""
+"""Classes without handles of their own: checked first, many times a step."""
 _FUNC_WAY_OUT = "Apply the torch.func transform outside the unit, in sw.unsharded(model)"
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes three times as long to make, and many are made
 class Handle:
     """A view of a unit's unsharded parameters, without its bytes. Offset and strides in elements of `dtype`."""
+
+    needs_slot: ClassVar[bool] = True
+    """Whether the unit must be unsharded for `view`."""
 
     unit: Unit
     place: Place | None
@@ -51,10 +56,6 @@ class Handle:
     stride: tuple[int, ...]
     conj: bool
     neg: bool
-    face: Tensor | None = None
-    """An alias of the outer face, if that itself was saved: the backward formula that reads it unshards the unit."""
-    around: Around | None = None
-    """How to wrap the view, if a tensor subclass around it was saved."""
 
     def view(self) -> Tensor:
         """Return the same view, of the slot that the unit is in now."""
@@ -63,8 +64,7 @@ class Handle:
         view = slot.base(self.dtype).as_strided(self.shape, self.stride, self.offset)
         if self.conj:
             view = view.conj()
-        view = torch._neg_view(view) if self.neg else view
-        return view if self.around is None else self.around.put(view)
+        return torch._neg_view(view) if self.neg else view
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +91,8 @@ class SavedTensors:
             began: called when unpacking shows that the backward of a call has begun.
             unshard: called when unpacking needs a unit unsharded.
         """
-        self._slots = slots
+        self.slots = slots
+        self._handles_of_subclasses: list[Callable[[SavedTensors, Tensor], Handle | None]] = registered(SEAM)
         self._began = began
         self._unshard = unshard
         self._places: list[Place] = []
@@ -172,7 +173,7 @@ class SavedTensors:
             held.clear()
 
     def _pack(self, tensor: Tensor) -> object:
-        handle = self._handle(tensor)
+        handle = self.handle(tensor)
         if handle is not None:
             return handle
         # Detached (sharing the version): otherwise an operation that saves its own output keeps itself alive for good.
@@ -195,7 +196,7 @@ class SavedTensors:
         outer_pack, outer_unpack = outer
 
         def pack(tensor: Tensor) -> object:
-            handle = self._handle(tensor)
+            handle = self.handle(tensor)
             if handle is not None:
                 return handle
             return Chained(outer_pack(tensor), outer_unpack, self._places[-1] if self._places else None)
@@ -209,14 +210,15 @@ class SavedTensors:
 
         return pack, unpack
 
-    def _handle(self, tensor: Tensor) -> Handle | None:
-        around = None
+    def handle(self, tensor: Tensor) -> Handle | None:
+        """Return the handle of a tensor that aliases a slot; None if it does not."""
         if type(tensor) not in _PLAIN:
-            if isinstance(tensor, ShardedParameter) and isinstance(tensor.unit, Unit):
-                return self._face_handle(tensor, tensor.unit)
-            around, tensor = taken_apart(tensor, self._slots)
+            for handle_of in self._handles_of_subclasses:
+                handle = handle_of(self, tensor)
+                if handle is not None:
+                    return handle
         try:  # by storage, which every view and alias shares; not by address: fake tensors have none
-            slot = self._slots.get(tensor.untyped_storage()._cdata)
+            slot = self.slots.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
             return None  # sparse and other storage-less tensors alias no slot
         if slot is None or slot.holder is None:
@@ -224,12 +226,7 @@ class SavedTensors:
         unit, version = slot.holder, slot.holder.parameters.version
         place = self._places[-1] if self._places else None
         offset, shape, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
-        conj, neg = tensor.is_conj(), tensor.is_neg()
-        return Handle(unit, place, version, tensor.dtype, offset, shape, stride, conj, neg, around=around)
-
-    def _face_handle(self, face: ShardedParameter, unit: Unit) -> Handle:
-        place, version = self.innermost, unit.parameters.version
-        return Handle(unit, place, version, face.dtype, 0, face.shape, (), False, False, face.without_autograd())
+        return Handle(unit, place, version, tensor.dtype, offset, shape, stride, tensor.is_conj(), tensor.is_neg())
 
     def _note(self, place: Place | None) -> None:
         if place is None:
@@ -249,9 +246,7 @@ class SavedTensors:
         is_open = handle.place is not None and handle.place[1].is_open
         if not is_open:  # first: this call's unit needs an open reduce slot before a gradient arrives
             self._note(handle.place)
-        if handle.face is not None:
-            return handle.face
-        if not is_open or unit.parameters.state is not ParameterState.IN_USE:
+        if handle.needs_slot and (not is_open or unit.parameters.state is not ParameterState.IN_USE):
             self._unshard(unit)
         return handle.view()
 

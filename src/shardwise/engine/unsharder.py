@@ -20,10 +20,9 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.schedule import Phase, Schedule
 from shardwise.engine.units.arena import Arena, Slot
 from shardwise.engine.units.parameters import ParameterState
-from shardwise.engine.units.size_classes import SLOT_ALIGN_BYTES, size_classes
+from shardwise.engine.units.size_classes import size_classes
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import ConfigError
-from shardwise.layout.flat import round_up
 
 _NOT_PREFETCHED = 2
 """Slots left to the unit that computes and to the one before it, whose kernels may still be reading. Prefetching looks
@@ -49,14 +48,14 @@ class Unsharder:
         """Every slot by the identity of its storage, those that are shards themselves included."""
         self.retired_slots = 0
         """Number of storages left to holders of views when their unit was resharded."""
-        self._own: dict[Unit, Slot[Unit]] = {}
-        """Own slots of units that are, or were, held by hand."""
+        self.own_slots: dict[Unit, Slot[Unit]] = {}
+        """Slots of one unit alone, in which it lies while it is held (`UnitCalls.is_held`)."""
 
     @property
     def all_slots(self) -> list[Slot[Unit]]:
         """Every slot but those that are shards themselves."""
         arenas = [arena for arena in (self._arena, self._secondary) if arena is not None]
-        return [*(slot for arena in arenas for slot in arena.slots), *self._own.values()]
+        return [*(slot for arena in arenas for slot in arena.slots), *self.own_slots.values()]
 
     def allocate(self, units: Sequence[Unit]) -> None:
         """Allocate every slot, once. Every rank must call this."""
@@ -83,7 +82,7 @@ class Unsharder:
         for slot in self.all_slots:
             slot.collectives.drop(slot.buffer)
         self._arena = self._secondary = None
-        self._own.clear()
+        self.own_slots.clear()
         self.slots.clear()
         for unit in units:
             unit.parameters.forget_slots()
@@ -105,8 +104,8 @@ class Unsharder:
         if parameters.state is ParameterState.UNSHARDED and not parameters.is_fresh:
             self.reshard(unit)  # an optimizer has written the shard since: the slot holds old weights
         if parameters.state is ParameterState.SHARDED:
-            is_apart = unit.calls.is_held and not unit.keeps_params
-            self._start(unit, self._own_slot(unit) if is_apart else self._free_slot(self._arena_of(unit, again), unit))
+            own = self.own_slots.get(unit) if unit.calls.is_held else None
+            self._start(unit, own or self._free_slot(self._arena_of(unit, again), unit))
             parameters.wait_for_unshard()
 
     def prefetch(self, units: Sequence[Unit]) -> None:
@@ -145,14 +144,6 @@ class Unsharder:
         slot.take(unit)  # waits for the slot's last readers, before this rank's slices are written into it
         unit.parameters.unshard(slot, label)
         del held
-
-    def _own_slot(self, unit: Unit) -> Slot[Unit]:
-        """Return the own slot of a unit that is held by hand: from a shared slot it could be evicted."""
-        if unit not in self._own:
-            nbytes = round_up(unit.parameters.unsharded_bytes, SLOT_ALIGN_BYTES)
-            slot = self._own[unit] = Slot(self._mesh.shard, self._mesh.shard.allocate(nbytes, BufferKind.GATHER))
-            self.slots[slot.key] = slot
-        return self._own[unit]
 
     def _arena_of(self, unit: Unit, again: bool) -> Arena[Unit]:
         arena = self._secondary if again and unit.parameters.has_secondary else self._arena

@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwise.engine.collective_log import SyncPoint
 from shardwise.engine.engine import Backward, Engine
+from shardwise.engine.extensions.manual_unshard import manual_unshard
 from shardwise.engine.lookup import engine_of, engines_of, units_at
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
@@ -66,7 +67,7 @@ def _hold(engine: Engine, units: Sequence[Unit]) -> None:
         engine.follow_requires_grad()
     engine.allocate()
     with torch.inference_mode(False), torch.no_grad():  # slots allocated here outlive both modes
-        engine.loans.hold(units)
+        manual_unshard(engine).hold(units)
     if engine.forwards.are_over:  # else ranks agree when the outermost forward is over
         engine.unsharder.settle()
         if engine.log.has_news:
@@ -76,7 +77,7 @@ def _hold(engine: Engine, units: Sequence[Unit]) -> None:
 def _give_back(engine: Engine, units: Sequence[Unit]) -> str | None:
     """Reshard the units. Returns the name of a parameter that was written while unsharded, if the write is lost."""
     written = [engine.written_in_place(unit) for unit in units if unit.calls.is_held]
-    engine.loans.let_go(units)
+    manual_unshard(engine).let_go(units)
     for unit in units:
         engine.unsharder.reshard(unit)
     return next((fqn for fqn in written if fqn is not None), None)

@@ -1,4 +1,4 @@
-"""Error messages about dtypes: weights and inputs or buffers of different dtypes, and autocast."""
+"""Error messages about dtypes: weights and inputs or buffers of different dtypes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-
-from shardwise.errors import UsageError
 
 
 def explain(
@@ -42,18 +40,6 @@ def explain(
         f"shardwise: {unit} computes in {weights} and {what}; or exclude the module with "
         "sw.shard(ignored=module.parameters()), or choose another precision.param"
     )
-
-
-def check_autocast(kind: str, computes_in: Collection[torch.dtype]) -> None:
-    """Raise UsageError if autocast is enabled for this kind of device and would cast the compute weights."""
-    if not torch.is_autocast_enabled(kind):
-        return
-    compute = torch.get_autocast_dtype(kind)
-    if compute is not torch.float32 and torch.float32 in computes_in:
-        raise UsageError(
-            f"torch.autocast({kind!r}) over fp32 units keeps a cast copy of every weight alive until backward; "
-            f'give sw.shard precision=sw.Precision(param="{str(compute).removeprefix("torch.")}") instead'
-        )
 
 
 def _foreign(tensors: Iterable[Tensor], computes_in: Collection[torch.dtype]) -> set[torch.dtype]:

@@ -21,7 +21,6 @@ from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
-from shardwise.modules.late_parameters import LateParameters
 from shardwise.modules.site import Site
 from shardwise.offload.stores import attach, of_owner
 from shardwise.sharded.few_bits import FewBitsParameter
@@ -75,8 +74,8 @@ def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, A
     for below in replica.modules():
         _remove_hooks(below, nobody)
     second = Engine(engine.mesh, engine.strategy, engine.precision, engine.slots, engine.resharding, engine.align)
-    ignored = [memo.get(id(parameter), parameter) for parameter in engine.late_parameters.ignored]
-    second.install(_copied_units(engine, memo), LateParameters(replica, ignored))
+    ignored = [memo.get(id(parameter), parameter) for parameter in engine.ignored]
+    second.install(_copied_units(engine, memo), replica, ignored)
     adopt(replica, second)
     memo[id(engine)] = second  # objects copied after the model, such as an optimizer, refer to the copy
     for unit, copied in zip(engine.units, second.units, strict=True):

@@ -31,7 +31,6 @@ from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.adapters import watch_layers
 from shardwise.modules.admission import check_admissible
 from shardwise.modules.extended import plain_of
-from shardwise.modules.late_parameters import LateParameters
 from shardwise.modules.linear_weights import linear_weights
 from shardwise.modules.wrapping import SideBySide, Together, UnitPlan, Units, assign_parameters, choose_units, nesting
 from shardwise.policy.offload import Offload
@@ -134,8 +133,8 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     own = build_units(tree, plans, engine, stores)
     prepare_buffers(tree, groups, precision, settled)
     plain = [parameter for parameter in tree.parameters() if not isinstance(parameter, ShardedParameter)]
-    late = LateParameters(tree, [*ignored, *plain])  # ignored ones on the meta device have been replaced
-    engine.install(in_module_order(tree, own, old, groups), late)
+    left_out = [*ignored, *plain]  # ignored ones on the meta device have been replaced
+    engine.install(in_module_order(tree, own, old, groups), tree, left_out)
     for module in [model] if isinstance(model, nn.Module) else model:
         _put_in_charge(module, engine)
     return model

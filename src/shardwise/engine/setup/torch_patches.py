@@ -18,7 +18,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
 
-from shardwise.engine.engine import tell_of_errors
+from shardwise.engine.extensions.failed_backwards import tell_of_errors
 from shardwise.errors import UsageError
 from shardwise.modules.graph_breaks import leave_uncompiled
 from shardwise.offload.step_hook import put_last

@@ -42,8 +42,9 @@ class Listener(Protocol):
     def post_forward(self, unit: Unit, output: object) -> object:
         """Called when a forward is over, or raised (then `output` is None). Returns its output."""
 
-    def lend(self, unit: Unit) -> bool:
-        """Unshard the unit for an operation outside a call of it. Returns False where that is not possible."""
+    def unshard_for_read(self, unit: Unit) -> bool:
+        """Unshard the unit for an operation that reads its parameters outside a call of it. Returns False, and does
+        nothing, outside a forward or backward of the model."""
 
     def on_gradient(self, unit: Unit, key: Key, grad: Tensor) -> None:
         """Called when autograd has computed this rank's gradient of a parameter."""
@@ -199,7 +200,7 @@ class Unit:
     def whole(self, face: ShardedParameter) -> Tensor | None:
         """Return the full parameter, a view of the slot, for an operation outside its module's forward; see `Owner`."""
         assert face.inner is not None
-        return face.inner.detach() if self.listener is not None and self.listener.lend(self) else None
+        return face.inner.detach() if self.listener is not None and self.listener.unshard_for_read(self) else None
 
     def _key_of(self, face: ShardedParameter) -> Key:
         return next((g, i) for g, i in self.gradients.keys if self.groups[g].sharded[i] is face)

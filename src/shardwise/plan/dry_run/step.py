@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.autocast import allow_autocast
 from shardwise.engine.lookup import require_engine
 from shardwise.engine.setup.shard import shard
 from shardwise.engine.units.arena import Slot, storage_key
@@ -151,7 +152,8 @@ class _DryRun:
             align=AdamW8bit.BLOCK_NUMEL if job.optimizer == "adamw-8bit" else None,
         )
         self.engine = require_engine(model)
-        self.engine.refuses_autocast = job.autocast is None
+        if job.autocast is not None:
+            allow_autocast(self.engine)
         checkpoint_units(model, job.activation_checkpointing, None if job.on_cpu else TracedCopies(recorder))
         self.optimizer = _optimizer(model, job.optimizer)
         if isinstance(self.optimizer, AdamWInPieces):

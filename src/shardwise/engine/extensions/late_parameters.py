@@ -9,6 +9,7 @@ from operator import is_
 import torch
 from torch import nn
 
+from shardwise.engine.engine import Engine
 from shardwise.errors import UsageError
 from shardwise.modules.site import foreign_parameter
 from shardwise.sharded.parameter import ShardedParameter, outer_face
@@ -20,7 +21,7 @@ class LateParameters:
     def __init__(self, model: nn.Module, ignored: Iterable[nn.Parameter]) -> None:
         """`model` has just been sharded; `ignored` are the parameters that were left out."""
         self._model = model
-        self.ignored = list(ignored)
+        self._ignored = list(ignored)
         self._modules: list[nn.Module] = []
         """The model's modules at the last check that passed; `_held` and `_frozen` are their contents and the plain
         frozen parameters then. While these are unchanged there is nothing to look for; comparing them takes 0.1 us for
@@ -29,8 +30,9 @@ class LateParameters:
         self._frozen: list[nn.Parameter] = []
 
     def check(self) -> None:
-        """Raise UsageError, naming it, for a plain parameter that requires a gradient. Frozen ones may be added."""
-        if self._is_unchanged():
+        """Raise UsageError, naming it, for a plain parameter that requires a gradient, in grad mode. Frozen ones may be
+        added."""
+        if not torch.is_grad_enabled() or self._is_unchanged():  # else a rank may be evaluating alone
             return
         modules = list(self._model.modules())
         plain = self._plain_parameters(modules)
@@ -56,7 +58,7 @@ class LateParameters:
         )
 
     def _plain_parameters(self, modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-        known = {id(parameter) for parameter in self.ignored}
+        known = {id(parameter) for parameter in self._ignored}
         return [
             parameter
             for module in modules
@@ -71,3 +73,8 @@ class LateParameters:
 def _contents(modules: Iterable[nn.Module]) -> list[nn.Module | nn.Parameter | None]:
     """Return the direct submodules and parameters of each module, module by module."""
     return [item for module in modules for table in (module._modules, module._parameters) for item in table.values()]
+
+
+def attach(engine: Engine) -> None:
+    """Called with each engine that has its units."""
+    engine.hooks.begin_step.append(LateParameters(engine.model, engine.ignored).check)

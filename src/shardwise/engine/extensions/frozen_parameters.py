@@ -5,21 +5,22 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from functools import partial
 
+from shardwise.engine.engine import Engine
 from shardwise.engine.units.unit import Unit
 
 _told: weakref.WeakSet[Unit] = weakref.WeakSet()
 """Root units of the models for which the warning was given."""
 
 
-def warn_of_frozen(units: Sequence[Unit]) -> None:
+def _warn(engine: Engine) -> None:
     """Warn, once for a model, that a backward reduces more than is trained, and say how to avoid that.
 
-    To be called after the engine has followed a change of `requires_grad`. A group is reduced as a whole; only one
-    without a trainable parameter is left out.
+    A group is reduced as a whole; only one without a trainable parameter is left out.
     """
-    if units[0] in _told:
+    units = engine.units
+    if not engine.is_rank0 or units[0] in _told:
         return
     reduced = [group for unit in units for group in unit.groups if group.trainable]
     frozen = [p for group in reduced for p in group.sharded if not p.requires_grad and p.numel()]
@@ -36,3 +37,8 @@ def warn_of_frozen(units: Sequence[Unit]) -> None:
         "requires_grad_(False) before sw.shard, which puts frozen parameters in groups of their own",
         stacklevel=2,
     )
+
+
+def attach(engine: Engine) -> None:
+    """Called with each engine that has its units."""
+    engine.hooks.follow_requires_grad.append(partial(_warn, engine))

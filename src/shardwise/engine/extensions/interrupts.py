@@ -1,4 +1,4 @@
-"""The forwards of units that are under way, and a test whether they still are.
+"""Forwards that Ctrl-C interrupted are noticed.
 
 torch calls a module's forward hooks when its forward raised an Exception, but not after a KeyboardInterrupt: nothing
 reports then that a call is over. It is recognised by the frame that called the hooks, which is on no thread's stack any
@@ -10,14 +10,15 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
+from shardwise.engine.engine import Engine, Forwards
 from shardwise.engine.units.unit import Unit
 
 _NOT_THE_CALLER = ("shardwise.", "torch._")
 """Prefixes of modules whose frames lie between the caller of a hook and our code."""
 
 
-class Forwards(list[tuple[Unit, FrameType]]):
-    """The forwards of one engine, outermost first: each unit, and the frame that called its hooks."""
+class InterruptibleForwards(Forwards):
+    """Forwards with the frame that called the hooks of each."""
 
     def begin(self, unit: Unit) -> None:
         """Add a forward that begins. Called in its pre-forward hook."""
@@ -48,3 +49,8 @@ def _is_below(frame: FrameType, top: FrameType | None) -> bool:
     while top is not None and top is not frame:
         top = top.f_back
     return top is not None
+
+
+def attach(engine: Engine) -> None:
+    """Called with each engine that has its units."""
+    engine.forwards = InterruptibleForwards()

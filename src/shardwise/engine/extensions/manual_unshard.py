@@ -1,0 +1,164 @@
+"""Units that are unsharded for code outside their own modules' forwards: by hand (`sw.unshard`), or because an
+operation reads one of their parameters.
+
+A unit unsharded by hand lies in a slot of its own until it is resharded by hand or a backward is over. A unit that is
+read inside a forward stays unsharded for the call that reads it, until that call is over. For backward, to read a unit
+is to call it: the read has its moments in the forward pass, so that all ranks gather the unit again, open its reduce
+slot and reduce it at the same points. A unit that is read may lose its slot to another unit: the next read gathers it
+again, and saved tensors are handles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from shardwise.comm.protocol import BufferKind
+from shardwise.engine.engine import Backward, Engine
+from shardwise.engine.saved_tensors import Handle, Place, SavedTensors
+from shardwise.engine.schedule import Event, Phase
+from shardwise.engine.units.arena import Slot
+from shardwise.engine.units.calls import Call
+from shardwise.engine.units.parameters import ParameterState
+from shardwise.engine.units.size_classes import SLOT_ALIGN_BYTES
+from shardwise.engine.units.unit import Unit
+from shardwise.layout.flat import round_up
+from shardwise.sharded.parameter import ShardedParameter
+
+
+class ManualUnshard:
+    """The units of one engine that are unsharded outside their own forwards. Everything here happens in graph order,
+    alike on every rank."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._held: dict[Unit, None] = {}
+        """Units unsharded by hand."""
+        self._reads: dict[Call[Unit], dict[Unit, Call[Unit]]] = {}
+        """By the call that reads: the units that it reads, each with the `Call` that stands for the reads."""
+        engine.read = self.unshard_for_read
+        engine.hooks.begin_step.append(self.hide_stale)
+        engine.hooks.end_forward.append(self._end_reads)
+        engine.hooks.end_backward.append(self.let_go)
+        engine.hooks.reshard_all.append(self._forget)
+
+    # By hand ----------------------------------------------------------------------------------------------------------
+
+    def hold(self, units: Iterable[Unit]) -> None:
+        """Unshard the units with their present weights until `let_go`. Those whose forward is under way are left as
+        they are. Every rank must call this."""
+        unsharder = self._engine.unsharder
+        for unit in units:
+            if unit.calls.in_forward:
+                continue
+            if not unit.calls.is_held and not unit.keeps_params:
+                unsharder.reshard(unit)  # out of a shared slot, from which it could be evicted
+                self._give_slot(unit)
+            unit.calls.hold(True)
+            self._held[unit] = None
+            self.hide_stale()
+            unsharder.unshard(unit, again=False)
+            if unit.parameters.state is ParameterState.UNSHARDED:
+                unit.parameters.show_unsharded()
+
+    def _give_slot(self, unit: Unit) -> None:
+        """Give the unit a slot of its own, once."""
+        unsharder, collectives = self._engine.unsharder, self._engine.mesh.shard
+        if unit not in unsharder.own_slots:
+            nbytes = round_up(unit.parameters.unsharded_bytes, SLOT_ALIGN_BYTES)
+            slot = Slot[Unit](collectives, collectives.allocate(nbytes, BufferKind.GATHER))
+            unsharder.own_slots[unit] = unsharder.slots[slot.key] = slot
+
+    def hide_stale(self) -> None:
+        """Let modules of units held by hand hold the sharded parameters again, where the weights were written since."""
+        for unit in self._held:
+            if unit.parameters.state is ParameterState.IN_USE and not unit.parameters.is_fresh:
+                unit.parameters.show_sharded()
+
+    def let_go(self, units: Iterable[Unit] | None = None) -> None:
+        """Stop holding these units, or all. No communication; the caller must still take their slots back."""
+        for unit in self._held if units is None else units:
+            unit.calls.hold(False)
+        self._held = {unit: None for unit in self._held if unit.calls.is_held}
+
+    # Reads ------------------------------------------------------------------------------------------------------------
+
+    def unshard_for_read(self, unit: Unit) -> bool:
+        """Unshard the unit for an operation that reads its parameters outside a call of it. Returns False, and does
+        nothing, outside a forward or backward of the model."""
+        engine = self._engine
+        if engine.saved.innermost is not None and not engine.forwards.are_over and not engine.is_suspended:
+            self._read(unit, engine.saved.innermost)
+        elif engine.backward is Backward.RUNNING:
+            engine.unshard_on_demand(unit)
+        else:
+            return False
+        return True
+
+    def _read(self, unit: Unit, place: Place) -> None:
+        """Unshard the unit for the call under way, unless a forward of the unit itself is under way."""
+        if unit.calls.in_forward:
+            return
+        forward, reader = place
+        unit.parameters.writes.note_reads()
+        reads = self._reads.setdefault(reader, {})
+        if unit not in reads:
+            reads[unit] = Call(unit, reader.recompute)
+            if reader.begin >= 0:
+                forward.begin(reads[unit])
+            if not reader.recompute or not unit.calls.in_backward:
+                self._engine.schedule.record(Event(Phase.FORWARD, unit.index))
+        if unit.parameters.state is not ParameterState.IN_USE:
+            self._engine.use(unit, again=False)
+
+    def _end_reads(self, place: Place, failed: bool) -> Sequence[Call[Unit]]:
+        """End the reads of a call that is over, after the call itself, so that its backward begins with theirs. Returns
+        them."""
+        if not self._reads:
+            return ()
+        forward, reader = place
+        reads = tuple(self._reads.pop(reader, {}).values())
+        for call in () if failed else reversed(reads):
+            forward.end(call, has_backward=any(group.trainable for group in call.unit.groups))
+        return reads
+
+    def _forget(self) -> None:
+        """Forget all reads and units held by hand. Between steps only."""
+        self._reads.clear()
+        self.let_go()
+
+
+@dataclass(slots=True, eq=False)
+class ReadHandle(Handle):
+    """A sharded parameter that an operation read, as saved by autograd: the backward formula that reads it again has
+    its unit unsharded."""
+
+    needs_slot: ClassVar[bool] = False
+
+    alias: Tensor
+
+    def view(self) -> Tensor:
+        """Return an alias of the sharded parameter."""
+        return self.alias
+
+
+def handle_of(saved: SavedTensors, tensor: Tensor) -> Handle | None:
+    """Return the handle of a sharded parameter; None for another tensor."""
+    if not isinstance(tensor, ShardedParameter) or not isinstance(tensor.unit, Unit):
+        return None
+    unit, alias = tensor.unit, tensor.without_autograd()
+    version, dtype = unit.parameters.version, tensor.dtype
+    return ReadHandle(unit, saved.innermost, version, dtype, 0, tensor.shape, (), conj=False, neg=False, alias=alias)
+
+
+def manual_unshard(engine: Engine) -> ManualUnshard:
+    """Return the engine's, attached if there is none yet."""
+    return engine.attached(ManualUnshard) or engine.attach(ManualUnshard(engine))
+
+
+def attach(engine: Engine) -> None:
+    """Called with each engine that has its units."""
+    engine.read = lambda unit: manual_unshard(engine).unshard_for_read(unit)  # attached for good at the first read
