@@ -68,7 +68,7 @@ class Loans:
         if unit.calls.in_forward:
             return
         forward, reader = place
-        unit.parameters.writes.note_reads()
+        unit.parameters.note_reads()
         lent = self.to_calls.setdefault(reader, {})
         if unit not in lent:
             lent[unit] = Call(unit, reader.recompute)

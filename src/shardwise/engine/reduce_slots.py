@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from shardwise.comm.protocol import BufferKind, Collectives
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.units.arena import Arena, Slot
-from shardwise.engine.units.size_classes import size_classes
+from shardwise.engine.units.arena import Arena, Slot, size_classes
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 

@@ -38,9 +38,8 @@ from shardwise.engine.in_flight import Flight, InFlight
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.reduce_slots import ReduceSlots
 from shardwise.engine.units.arena import Arena, Slot
-from shardwise.engine.units.gradients import Fate, Key
+from shardwise.engine.units.gradients import MEAN, Fate, Key, Reducing
 from shardwise.engine.units.group import Group
-from shardwise.engine.units.settings import MEAN, Reducing
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.sharded.in_backward import hooks_run

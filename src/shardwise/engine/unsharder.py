@@ -18,9 +18,8 @@ from shardwise.comm.protocol import BufferKind
 from shardwise.engine.collective_log import CollectiveLog
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.schedule import Phase, Schedule
-from shardwise.engine.units.arena import Arena, Slot
+from shardwise.engine.units.arena import Arena, Slot, size_classes
 from shardwise.engine.units.parameters import ParameterState
-from shardwise.engine.units.size_classes import size_classes
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import ConfigError
 

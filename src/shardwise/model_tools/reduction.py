@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.engine import Backward, Engine
 from shardwise.engine.lookup import engines_of, units_at
-from shardwise.engine.units.settings import Reducing
+from shardwise.engine.units.gradients import Reducing
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.dry import DryCollectives
 from shardwise.comm.protocol import BufferKind
-from shardwise.engine.units.arena import Arena
-from shardwise.engine.units.size_classes import SAME_CLASS, SLOT_ALIGN_BYTES, size_classes
+from shardwise.engine.units.arena import SAME_CLASS, SLOT_ALIGN_BYTES, Arena, size_classes
 from shardwise.errors import ConfigError
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, seeded
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.protocol import Collectives
-from shardwise.engine.units.arena import Slot, storage_key
+from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Slot, storage_key
 from shardwise.engine.units.group import Dtypes, Group, MakeGradients
-from shardwise.engine.units.size_classes import SLOT_ALIGN_BYTES
 from shardwise.errors import LayoutError
 from shardwise.layout.flat import round_up
 from shardwise.modules.extended import EXTENDED, inner_name

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.engine.units.arena import Slot
+from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Slot
 from shardwise.engine.units.group import ALIGN_BYTES, Dtypes, Group, Versioned
-from shardwise.engine.units.size_classes import SLOT_ALIGN_BYTES
 from shardwise.layout.flat import round_up
 from shardwise.sharded.blocks import BLOCK_NUMEL, Coder, block_bytes
 from shardwise.sharded.few_bits import FewBitsParameter, blocks_of

@@ -20,10 +20,9 @@ from shardwise.comm.protocol import BufferKind
 from shardwise.engine.engine import Backward, Engine
 from shardwise.engine.saved_tensors import Handle, Place, SavedTensors
 from shardwise.engine.schedule import Event, Phase
-from shardwise.engine.units.arena import Slot
+from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Slot
 from shardwise.engine.units.calls import Call
 from shardwise.engine.units.parameters import ParameterState
-from shardwise.engine.units.size_classes import SLOT_ALIGN_BYTES
 from shardwise.engine.units.unit import Unit
 from shardwise.layout.flat import round_up
 from shardwise.sharded.parameter import ShardedParameter
@@ -103,7 +102,7 @@ class ManualUnshard:
         if unit.calls.in_forward:
             return
         forward, reader = place
-        unit.parameters.writes.note_reads()
+        unit.parameters.note_reads()
         reads = self._reads.setdefault(reader, {})
         if unit not in reads:
             reads[unit] = Call(unit, reader.recompute)

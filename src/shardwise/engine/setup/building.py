@@ -16,8 +16,7 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.setup.agreement import agree_on_init, agree_on_layout, agree_on_values
 from shardwise.engine.setup.cores import share_cores
 from shardwise.engine.units.group import Dtypes, Group, Original
-from shardwise.engine.units.settings import UnitSettings
-from shardwise.engine.units.unit import Unit
+from shardwise.engine.units.unit import Unit, UnitSettings
 from shardwise.errors import LayoutError
 from shardwise.modules.deferred_init.materialize import draws_on_device, materialize, on_meta
 from shardwise.modules.deferred_init.put_off import blank_, is_put_off

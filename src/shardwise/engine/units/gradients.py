@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from shardwise.comm.summation import ScaledAddition
 from shardwise.engine.units.apart import Apart
 from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.group import Group
-from shardwise.engine.units.settings import MEAN, Reducing
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.waiting import WaitingGradient
 
@@ -40,6 +40,23 @@ class Fate(enum.IntEnum):
     REDUCED = 1
     WAITS = 2
     """It arrived and is not reduced yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reducing:
+    """What reductions make of a unit's gradients. Alike on every rank; changed outside backwards only."""
+
+    now: bool = True
+    """Whether they are reduced in their own backward; else they wait, unreduced, for a later one that reduces them."""
+    over_replicas: bool = True
+    """Whether they are summed over replicas; else they wait, summed in the shard group, for a later backward."""
+    divisor: float | None = None
+    """What the sum is divided by; None: the number of ranks."""
+    hook: Callable[[Tensor], None] | None = None
+    """Called with this rank's slice of each reduction's result, which it may change."""
+
+
+MEAN = Reducing()
 
 
 class UnitGradients:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.protocol import Collectives
-from shardwise.engine.units.arena import Slot
+from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Slot
 from shardwise.engine.units.gradient_shard import GradientShard
-from shardwise.engine.units.size_classes import SLOT_ALIGN_BYTES
 from shardwise.layout.flat import FlatLayout, build_layout, round_up
 from shardwise.modules.inner_face import leaf_of, placeholder_of
 from shardwise.modules.site import Site, Values, foreign_parameter

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Collectives, Work
 from shardwise.engine.units.arena import Slot
-from shardwise.engine.units.gathered_writes import GatheredWrites
 from shardwise.engine.units.slices import Slices
 
 if TYPE_CHECKING:
@@ -86,7 +85,12 @@ class UnitParameters:
         self._pinned_bytes: Tensor | None = None
         self._views: dict[int, tuple[int, list[list[Tensor]]]] = {}
         """By `id` of a slot: its generation, and views of the full parameters in it, by group."""
-        self.writes = GatheredWrites(groups)
+        self._leaves: list[Tensor] = []
+        """The leaves of all groups."""
+        self._shown_versions: list[int] = []
+        """Versions of the leaves when modules began to hold them: a write into the slot would be lost."""
+        self._read_versions: list[int] | None = None
+        """Versions of the sharded parameters when operations first read these whole; None if none did."""
         self._observer: Callable[[ParameterState, ParameterState], None] | None = None
 
     def observe(self, observer: Callable[[ParameterState, ParameterState], None]) -> None:
@@ -158,7 +162,8 @@ class UnitParameters:
                 start, nbytes = group.unsharded_start, group.layout.numel * group.dtypes.master.itemsize
                 storage = self._pinned_bytes[start : start + nbytes].view(group.dtypes.master)
             group.shard_parameters(device, storage, values)
-        self.leaf_ids = frozenset(id(leaf) for group in self.groups for leaf in group.leaves)
+        self._leaves = [leaf for group in self.groups for leaf in group.leaves]
+        self.leaf_ids = frozenset(map(id, self._leaves))
         self.move_to(self.groups[0].collectives if self.groups else None)
 
     def move_to(self, collectives: Collectives | None) -> None:
@@ -235,7 +240,7 @@ class UnitParameters:
 
     def show_unsharded(self) -> None:
         """Let modules hold the full parameters."""
-        self.writes.begin()
+        self._shown_versions = self._leaf_versions()
         self._move(ParameterState.IN_USE)  # first, so that after an interrupt in the loop `show_sharded` is called
         for group in self.groups:
             group.show_leaves()
@@ -266,9 +271,31 @@ class UnitParameters:
         self.slot = None
         return slot, is_referenced
 
+    def note_reads(self) -> None:
+        """Note that operations read the sharded parameters whole, from now on until `written_in_place` is called: what
+        they return are views that share these parameters' versions."""
+        if self._read_versions is None:
+            self._read_versions = self._sharded_versions()
+
     def written_in_place(self) -> str | None:
         """Return the name of a parameter that was written since modules hold the full ones, or None."""
-        return self.writes.found()
+        now = self._leaf_versions()
+        if self._read_versions is None and now == self._shown_versions:  # asked for every call of every unit
+            return None
+        if not self._shown_versions:
+            return None
+        fqns = [fqn for group in self.groups for fqn in group.fqns]
+        versions = [*zip(fqns, now, self._shown_versions, strict=True)]
+        if self._read_versions is not None:
+            versions += zip(fqns, self._sharded_versions(), self._read_versions, strict=True)
+            self._read_versions = None
+        return next((fqn for fqn, now, then in versions if now != then), None)
+
+    def _sharded_versions(self) -> list[int]:
+        return [sharded._version for group in self.groups for sharded in group.sharded]
+
+    def _leaf_versions(self) -> list[int]:
+        return [leaf._version for leaf in self._leaves]
 
     def _views_of(self, slot: Slot[Any] | None) -> list[list[Tensor]]:
         """Return views of the full parameters in a slot, by group; cached."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -20,13 +20,27 @@ from shardwise.engine.units.calls import UnitCalls
 from shardwise.engine.units.gradients import Key, UnitGradients
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.parameters import UnitParameters
-from shardwise.engine.units.settings import PLAIN, UnitSettings
 from shardwise.errors import UsageError
 from shardwise.modules.dtypes import explain
 from shardwise.modules.site import Values
 from shardwise.sharded.parameter import ShardedParameter
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSettings:
+    """Settings that a call of `shard` gives the units that it makes, besides the dtypes of their groups."""
+
+    resharding: bool | int = True
+    """Whether to reshard after forward; a number: to groups of so many ranks."""
+    inputs: str | None = None
+    """Torch's name of the dtype that floating-point inputs of its module are cast to; None: no cast."""
+    output: str | None = None
+    """The same for its output."""
+
+
+PLAIN = UnitSettings()
 
 
 class Listener(Protocol):
