@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any
+from io import StringIO
+from itertools import groupby
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from shardwise.checkpoint import Inspection
 from shardwise.checkpoint.interchange.inspection import InspectedRun, ModuleTensors, Partial
@@ -51,46 +56,39 @@ def _tensors(found: Inspection, every_tensor: bool) -> list[str]:
     if not found.model:
         return []
     rows: list[Sequence[str]] = [("module", "tensors", "elements", "bytes", "dtype")]
-    for same in _runs(found.model):
+    for same in _alike(found.model):
         rows.append(_row(same))
         if every_tensor:
-            rows.extend(_tensor_row(tensor) for group in same for tensor in group.tensors)
+            for tensor in (tensor for group in same for tensor in group.tensors):
+                shape = "x".join(map(str, tensor.shape)) or "one"
+                size = format_bytes(tensor.nbytes)
+                rows.append((f"  {tensor.name}", shape, f"{tensor.numel:,}", size, tensor.dtype))
     everything = [tensor for group in found.model for tensor in group.tensors]
     rows.append(_row([ModuleTensors("all", tuple(everything))]))
-    return _columns(rows, right=(1, 2, 3))
+    return _table(rows, right=(1, 2, 3))
 
 
-def _runs(groups: Iterable[ModuleTensors]) -> list[list[ModuleTensors]]:
+def _alike(groups: Iterable[ModuleTensors]) -> list[list[ModuleTensors]]:
     """Join consecutive groups that differ only in the number at the end of their prefix, such as blocks."""
-    found: list[list[ModuleTensors]] = []
-    for group in groups:
-        before = found[-1][-1] if found else None
-        stem = group.prefix.rpartition(".")[0]
-        alike = before is not None and group.prefix.rpartition(".")[2].isdecimal()
-        if before is not None and alike and (before.prefix.rpartition(".")[0], before.form) == (stem, group.form):
-            found[-1].append(group)
-        else:
-            found.append([group])
-    return found
+
+    def form(group: ModuleTensors) -> tuple[object, ...]:
+        stem, _, number = group.prefix.rpartition(".")
+        return (stem, group.form) if number.isdecimal() else (group.prefix,)
+
+    return [list(same) for _, same in groupby(groups, form)]
 
 
 def _row(groups: Sequence[ModuleTensors]) -> Sequence[str]:
     name = groups[0].prefix or "(top level)"
     if len(groups) > 1:
         name = f"{name} to {groups[-1].prefix.rpartition('.')[2]}"
-    dtypes = sorted({tensor.dtype for group in groups for tensor in group.tensors})
     return (
         name,
         str(sum(len(group.tensors) for group in groups)),
         f"{sum(group.numel for group in groups):,}",
         format_bytes(sum(group.nbytes for group in groups)),
-        " ".join(dtypes),
+        " ".join(sorted({tensor.dtype for group in groups for tensor in group.tensors})),
     )
-
-
-def _tensor_row(tensor: Any) -> Sequence[str]:
-    shape = "x".join(map(str, tensor.shape)) or "one"
-    return (f"  {tensor.name}", shape, f"{tensor.numel:,}", format_bytes(tensor.nbytes), tensor.dtype)
 
 
 def _optimizer(found: Inspection) -> list[str]:
@@ -103,22 +101,20 @@ def _optimizer(found: Inspection) -> list[str]:
     of = f"{counted(kept, 'parameter')}, {format_bytes(found.optimizer_bytes)}"
     lines = [f"{name}: {', '.join(kinds) or 'nothing'} of {of}"]
     for number, group in enumerate(found.optimizer["groups"]):
-        options = ", ".join(f"{key} {json.dumps(value)}" for key, value in group.items() if _told(key, value))
+        told = {
+            key: value for key, value in group.items() if key != "fqns" and value is not None and value is not False
+        }
+        options = ", ".join(f"{key} {json.dumps(value)}" for key, value in told.items())
         lines += _wrapped(f"  group {number}: {counted(len(group['fqns']), 'parameter')}, {options}", 4)
     return lines
-
-
-def _told(key: str, value: Any) -> bool:
-    """Return whether to show an option of a parameter group: options that are None or False are left out."""
-    return key != "fqns" and value is not None and value is not False
 
 
 def _extra(found: Inspection) -> list[str]:
     lines = []
     items = list((found.extra or {}).items())
     for key, value in items[:_EXTRA_SHOWN]:
-        text = json.dumps(value)
-        lines.append(_cut(f"  {key}: {text}", _WIDTH))
+        text = f"  {key}: {json.dumps(value)}"
+        lines.append(text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}...")
     if len(items) > _EXTRA_SHOWN:
         lines.append(f"  and {len(items) - _EXTRA_SHOWN} more")
     if found.left_out:
@@ -130,7 +126,7 @@ def _files(files: dict[str, int]) -> list[str]:
     if not files:
         return ["no files"]
     rows = [(f"  {name}", format_bytes(size)) for name, size in list(files.items())[:_FILES_SHOWN]]
-    lines = ["files", *_columns(rows, right=(1,))]
+    lines = ["files", *_table(rows, right=(1,))]
     if len(files) > _FILES_SHOWN:
         lines.append(f"  and {len(files) - _FILES_SHOWN} more")
     return lines
@@ -159,7 +155,7 @@ def _run(found: InspectedRun) -> list[str]:
         step = "" if one.step is None else f"{one.step:,}"
         rows.append((f"  {one.name}", step, str(one.saved_by or ""), format_bytes(one.nbytes), note))
     lines = [f"{found.location}: a run with {counted(len(good), 'checkpoint')}"]
-    lines += _columns(rows, right=(1, 2, 3)) if found.checkpoints else []
+    lines += _table(rows, right=(1, 2, 3)) if found.checkpoints else []
     lines += [line for one in found.checkpoints for text in one.damage for line in _wrapped(f"  {text}", 4)]
     final = f"finished: `shardwise inspect {found.location}/final` shows the model"
     lines.append(final if found.has_final else "not finished: no final/")
@@ -168,28 +164,18 @@ def _run(found: InspectedRun) -> list[str]:
     return lines
 
 
-def _columns(rows: Sequence[Sequence[str]], right: tuple[int, ...]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    rest = sum(widths[1:]) + 2 * (len(widths) - 1)
-    widths[0] = max(12, min(widths[0], _WIDTH - rest))
-    lines = []
+def _table(rows: Sequence[Sequence[str]], right: Iterable[int]) -> list[str]:
+    """Return the lines of a table whose `right` columns are aligned to the right; names that are too long go on in the
+    next line."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for column in range(len(rows[0])):
+        table.add_column(justify="right" if column in right else "left", no_wrap=bool(column), overflow="fold")
     for row in rows:
-        cells = [_middle(row[0], widths[0]).ljust(widths[0])]
-        cells += [row[c].rjust(widths[c]) if c in right else row[c].ljust(widths[c]) for c in range(1, len(row))]
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def _middle(text: str, width: int) -> str:
-    """Shorten a text in its middle, keeping more of its end, where names differ."""
-    if len(text) <= width:
-        return text
-    front = (width - 3) // 3
-    return f"{text[:front]}...{text[len(text) - (width - 3 - front) :]}"
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 3]}..."
+        table.add_row(*map(escape, row))
+    console = Console(file=StringIO(), width=_WIDTH, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def _wrapped(text: str, indent: int) -> list[str]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.utils import _ReaderView
 
 import shardwise as sw
 from shardwise.checkpoint import inspect, latest, verify
@@ -117,9 +119,9 @@ def test_inspect_still_tells_damage(checkpoint: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("reads", [1, 2, 3, 4])
+@pytest.mark.parametrize("reads", [0, 1])
 def test_a_conversion_whose_source_goes_away(reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After some reads, in headers or in data: never taken for damage, nor for the target's fault."""
+    """At the first read of data, or the second: never taken for damage, nor for the target's fault."""
     torch.save({"model": {"a": torch.ones(9), "b": torch.ones(9)}, "step": 1}, tmp_path / "source.pt")
     sw.checkpoint.convert(tmp_path / "source.pt", tmp_path / "own")
     sw.checkpoint.convert(tmp_path / "own", tmp_path / "dcp", "dcp")
@@ -137,6 +139,37 @@ def test_a_conversion_whose_source_goes_away(reads: int, tmp_path: Path, monkeyp
         left = reads
         with pytest.raises(UnreadableError, match=f"^{tmp_path}/{source}.* cannot be read: Input/output error$"):
             sw.checkpoint.convert(tmp_path / source, tmp_path / "new", to)
+    assert not list(tmp_path.glob("new*"))
+
+
+@pytest.mark.parametrize("source", ["source.pt", "source"])
+def test_a_stream_whose_source_goes_away(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever torch is when reading fails."""
+    if source == "source":
+        dcp.save({"model": {"a": torch.ones(9)}, "step": 1}, checkpoint_id=tmp_path / source, no_dist=True)
+    else:
+        torch.save({"model": {"a": torch.ones(9)}, "step": 1}, tmp_path / source)
+
+    class View(_ReaderView):
+        reads = 0
+
+        def readinto(self, into: Any) -> Any:
+            View.reads += 1
+            if View.reads > allowed:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().readinto(into)
+
+        def read(self, size: int = -1) -> Any:
+            self.readinto(bytearray())
+            return super().read(size)
+
+    monkeypatch.setattr("shardwise.checkpoint.interchange.torch_files._create_file_view", View)
+    allowed = 10**6
+    sw.checkpoint.convert(tmp_path / source, tmp_path / "whole")
+    for allowed in range(View.reads):  # noqa: B007 - the view looks at it
+        View.reads = 0
+        with pytest.raises(UnreadableError, match=f"^{tmp_path}/{source}.* cannot be read: Input/output error$"):
+            sw.checkpoint.convert(tmp_path / source, tmp_path / "new")
     assert not list(tmp_path.glob("new*"))
 
 

@@ -145,10 +145,8 @@ def test_extra_comes_back_as_it_was(way: str, empty: dict[str, Any], ranks: Rank
 
 
 def test_a_tensor_cut_along_any_dim_is_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As tensor parallelism and 2-D meshes write it; and in parts smaller than a row."""
-    monkeypatch.setattr("shardwise.checkpoint.interchange.dcp_files.PART_BYTES", 12)
-    monkeypatch.setattr("shardwise.checkpoint.interchange.carried.PART_BYTES", 20)
-    monkeypatch.setattr("shardwise.checkpoint.interchange.dcp_files.PART_BYTES", 28)
+    """As tensor parallelism and 2-D meshes write it; and in chunks of two rows."""
+    monkeypatch.setattr("shardwise.checkpoint.interchange.dcp_files._CHUNK_BYTES", 140)
     tensor = torch.arange(7 * 5 * 3, dtype=torch.float32).view(7, 5, 3)
     pieces = {
         (0, 0, 0): tensor[:4, :2],
@@ -598,7 +596,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for name in ("safetensors_files", "pt_files"):
+    for name in ("safetensors_files", "torch_files"):
         monkeypatch.setattr(f"shardwise.checkpoint.interchange.{name}.os.pwrite", full)
     for target in ("own", "full.pt"):
         with pytest.raises(CheckpointError, match=f"{target} cannot be written.*No space"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 import shardwise as sw
 from shardwise.checkpoint import convert, verify
 from shardwise.checkpoint.format import manifest, names_json
-from shardwise.checkpoint.format.safetensors_layout import StoredTensor
+from shardwise.checkpoint.interchange.checkpoint_contents import LazyTensor
 from shardwise.checkpoint.interchange.rearranged import as_in_memory, as_stored
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.names.index_map import IndexMap, Place, Strided
@@ -108,9 +109,9 @@ def save(name: str, path: Path) -> None:
 def test_there_and_back_gives_the_very_same_files(
     name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In parts of a few elements, so that every loop goes round; and torch.load gives the model's own state_dict."""
-    for module in ("carried", "rearranged", "dcp_files"):
-        monkeypatch.setattr(f"shardwise.checkpoint.interchange.{module}.PART_BYTES", 3000)
+    """In chunks of a few elements, so that every loop goes round; and torch.load gives the model's own state_dict."""
+    monkeypatch.setattr("shardwise.checkpoint.interchange.rearranged._GATHERED_NUMEL", 300)
+    monkeypatch.setattr("shardwise.checkpoint.interchange.dcp_files._CHUNK_BYTES", 3000)
     save(name, tmp_path / "own")
     between = tmp_path / ("between.pt" if way == "pt" else "between")
     convert(tmp_path / "own", between, way)
@@ -180,18 +181,9 @@ def test_where_no_name_differs_there_is_no_file(tmp_path: Path) -> None:
 # The file -------------------------------------------------------------------------------------------------------------
 
 
-class Memory:
+def lazy(tensors: State) -> dict[str, LazyTensor]:
     """Tensors as conversions take them."""
-
-    def __init__(self, tensors: State) -> None:
-        self.tensors = tensors
-        self.stored = {name: StoredTensor(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self.tensors[name].reshape(-1)[start:stop]
-
-    def runs(self, name: str) -> Any:
-        raise AssertionError
+    return {n: LazyTensor(t.dtype, tuple(t.shape), partial(torch.clone, t)) for n, t in tensors.items()}
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
@@ -205,13 +197,15 @@ def test_permuted_tensors(sizes: list[int], data: st.DataObject) -> None:
     (again,) = names_json.decode(names_json.encode(named))
     assert (again.names, again.shape, again.places[0].shape) == (("a", "b"), tuple(sizes), tuple(moved.shape))
     assert again.places[0].runs.tuples() == runs.tuples()
-    start = data.draw(st.integers(0, tensor.numel()))
-    stop = data.draw(st.integers(start, tensor.numel()))
-    model = as_in_memory(Memory({"c": moved}), [again])
-    assert torch.equal(model.read("a", start, stop), tensor.reshape(-1)[start:stop])
-    files = as_stored(Memory({"a": tensor, "b": tensor}), [again])
-    assert files.stored.keys() == {"c"}
-    assert torch.equal(files.read("c", start, stop), moved.reshape(-1)[start:stop])
+    with pytest.MonkeyPatch.context() as patch:
+        most = data.draw(st.integers(1, 2 * tensor.numel()))
+        patch.setattr("shardwise.checkpoint.interchange.rearranged._GATHERED_NUMEL", most)
+        model = as_in_memory(lazy({"c": moved}), [again])
+        assert model["a"] is model["b"]
+        assert torch.equal(model["a"].load(), tensor)
+        files = as_stored(lazy({"a": tensor, "b": tensor}), [again])
+        assert files.keys() == {"c"}
+        assert torch.equal(files["c"].load(), moved)
 
 
 def _strides(moved: torch.Tensor, order: list[int]) -> tuple[int, ...]:
@@ -263,7 +257,7 @@ def test_names_of_other_tensors_are_refused() -> None:
     (named,) = names_json.decode(json.dumps({"format": 1, "tensors": [WHOLE]}))
     for tensors in ({"b": torch.ones(5)}, {"c": torch.ones(4)}, {"b": torch.ones(4), "a": torch.ones(4)}):
         with pytest.raises(ValueError, match=r"there (is|are)"):
-            as_in_memory(Memory(tensors), [named])
+            as_in_memory(lazy(tensors), [named])
     half = replace(named, places=(Place("b", (5,), named.places[0].runs),))
     with pytest.raises(ValueError, match="'b' is incomplete"):
-        as_stored(Memory({"a": torch.ones(4)}), [half])
+        as_stored(lazy({"a": torch.ones(4)}), [half])

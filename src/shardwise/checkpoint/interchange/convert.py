@@ -1,4 +1,4 @@
-"""`convert`: from any kind of checkpoint to any other, in one process, a bounded part of it in memory at a time."""
+"""`convert`: from any kind of checkpoint to any other, in one process, one tensor of it in memory at a time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.format import manifest
-from shardwise.checkpoint.interchange.carried import Carried
+from shardwise.checkpoint.interchange.checkpoint_contents import CheckpointContents
 from shardwise.checkpoint.interchange.dcp_files import read_dcp, write_dcp
 from shardwise.checkpoint.interchange.kinds import Kind, is_adapter, kind_of, target_kind
 from shardwise.checkpoint.interchange.merging import read_adapter, read_merged
-from shardwise.checkpoint.interchange.nested import sort_out
-from shardwise.checkpoint.interchange.pt_files import read_pt, write_pt
+from shardwise.checkpoint.interchange.nested import parse
 from shardwise.checkpoint.interchange.safetensors_files import (
     configuration_of,
     read_checkpoint,
@@ -21,6 +20,7 @@ from shardwise.checkpoint.interchange.safetensors_files import (
     write_checkpoint,
     write_hugging_face,
 )
+from shardwise.checkpoint.interchange.torch_files import read_pt, write_pt
 from shardwise.checkpoint.io.storage import Location, is_url
 from shardwise.checkpoint.publish.consolidation import consolidate
 from shardwise.checkpoint.ranks import save_thread
@@ -97,37 +97,38 @@ def convert(  # noqa: PLR0913 - options of a command
             kind = Kind.ADAPTER  # a checkpoint of an adapter
         goal = target_kind(kind, end, to)
         if kind is Kind.ADAPTER:
-            carried = read_merged(Path(source), None if base is None else os.fspath(base))
+            contents = read_merged(Path(source), None if base is None else os.fspath(base))
         else:
             _refuse_base(source, base)
-            carried = read(source, kind, model_only)
+            contents = read(source, kind, model_only)
     if files_from is not None:
-        carried = dataclasses.replace(carried, files=_given_files(Path(files_from)))
+        contents = dataclasses.replace(contents, files=_given_files(Path(files_from)))
     try:
         if kind is Kind.PARTS and goal is Kind.SHARDWISE and not model_only:
             consolidate(source, end)
         else:
-            _write(carried, end, goal, flat, max_file_bytes)
+            _write(contents, end, goal, flat, max_file_bytes)
     except OSError as error:
         raise CheckpointError(f"{end} cannot be written: {error}") from error
-    return _summary(carried, kind, goal)
+    return _summary(contents, kind, goal)
 
 
-def read(source: Location, kind: Kind, model_only: bool = False) -> Carried:
+def read(source: Location, kind: Kind, model_only: bool = False) -> CheckpointContents:
     """Return everything in a checkpoint of a known kind; tensors stay in their files. Raises CheckpointError."""
     path = Path(source)
     if kind.is_own:
-        carried = read_checkpoint(source)
+        contents = read_checkpoint(source)
     elif kind is Kind.HUGGING_FACE:
-        carried = read_hugging_face(path)
+        contents = read_hugging_face(path)
     elif kind is Kind.ADAPTER:
-        carried = read_adapter(path)
+        contents = read_adapter(path)
     else:
         try:
-            carried = sort_out(read_dcp(path) if kind is Kind.DCP else read_pt(path), not model_only)
+            values, refused = read_dcp(path) if kind is Kind.DCP else (read_pt(path), {})
+            contents = parse(values, refused, not model_only)
         except CheckpointError as error:
             raise error if str(source) in str(error) else CheckpointError(f"{source}: {error}") from None
-    return dataclasses.replace(carried, optimizer=None) if model_only else carried
+    return dataclasses.replace(contents, optimizer=None) if model_only else contents
 
 
 def _refuse_base(source: Location, base: object) -> None:
@@ -146,29 +147,29 @@ def _given_files(directory: Path) -> dict[str, bytes]:
         return configuration_of(directory)
 
 
-def _write(carried: Carried, target: Path, kind: Kind, flat: bool, max_file_bytes: int) -> None:
+def _write(contents: CheckpointContents, target: Path, kind: Kind, flat: bool, max_file_bytes: int) -> None:
     if kind is Kind.DCP:
-        write_dcp(carried, target, flat)
+        write_dcp(contents, target, flat)
     elif kind is Kind.PT:
-        write_pt(carried, target)
+        write_pt(contents, target)
     elif kind is Kind.SHARDWISE:
-        write_checkpoint(carried, target, max_file_bytes)
+        write_checkpoint(contents, target, max_file_bytes)
     else:
-        write_hugging_face(carried, target, max_file_bytes)
+        write_hugging_face(contents, target, max_file_bytes)
 
 
-def _summary(carried: Carried, source: Kind, target: Kind) -> Converted:
-    with_optimizer = carried.optimizer is not None and target is not Kind.HUGGING_FACE
-    kept = [carried.model, carried.state] if with_optimizer else [carried.model]
-    lost = ("the optimizer",) if carried.optimizer is not None and not with_optimizer else ()
+def _summary(contents: CheckpointContents, source: Kind, target: Kind) -> Converted:
+    with_optimizer = contents.optimizer is not None and target is not Kind.HUGGING_FACE
+    kept = [contents.model, contents.state] if with_optimizer else [contents.model]
+    lost = ("the optimizer",) if contents.optimizer is not None and not with_optimizer else ()
     return Converted(
         source,
         target,
-        len(carried.model.stored),
-        sum(tensor.nbytes for tensors in kept for tensor in tensors.stored.values()),
-        sum(bool(state) for state in carried.optimizer["state"].values())
-        if carried.optimizer is not None and with_optimizer
+        len(contents.model),
+        sum(tensor.nbytes for tensors in kept for tensor in tensors.values()),
+        sum(bool(state) for state in contents.optimizer["state"].values())
+        if contents.optimizer is not None and with_optimizer
         else None,
-        carried.step,
-        (*carried.left_out, *lost),
+        contents.step,
+        (*contents.left_out, *lost),
     )

@@ -1,6 +1,6 @@
 """torch DCP directories, as FSDP2, torchtitan and `torch.distributed.checkpoint.save` write them.
 
-They are written with torch's own writer, one part of one tensor in memory at a time.
+They are written with torch's own planner and metadata, one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -26,25 +24,81 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils._pytree import tree_map_only
 
-from shardwise.checkpoint.format.local_tensor import DTYPES
-from shardwise.checkpoint.format.safetensors_layout import StoredTensor
+from shardwise.checkpoint.format.local_tensor import bytes_of
 from shardwise.checkpoint.interchange import dcp_metadata
-from shardwise.checkpoint.interchange.carried import PART_BYTES, Carried, Run, Tensors
-from shardwise.checkpoint.interchange.dcp_metadata import DcpTensor, Key, dotted
-from shardwise.checkpoint.interchange.nested import Tree, nested_state
-from shardwise.checkpoint.interchange.torch_file import SavedTensor, dtype_name, read_stream
+from shardwise.checkpoint.interchange.checkpoint_contents import CheckpointContents, LazyTensor
+from shardwise.checkpoint.interchange.dcp_metadata import DcpTensor
+from shardwise.checkpoint.interchange.nested import Key, dotted, nested_state
+from shardwise.checkpoint.interchange.torch_files import read_stream
 from shardwise.checkpoint.publish import commit
 from shardwise.errors import CheckpointError, UnreadableError
-from shardwise.sharded.dcp_chunks import Box, boxes_of, runs_of
+from shardwise.sharded.dcp_chunks import Box
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def read_dcp(directory: Path) -> tuple[dict[Key, Any], dict[Key, str]]:
+    """Return everything in the directory by `Key`, and why what is not plain was not read; tensors stay in their files.
+
+    Raises CheckpointError, also if a file is missing or shorter than the metadata promises.
+    """
+    metadata = dcp_metadata.read(directory)
+    ends: dict[str, int] = {}
+    for place in metadata.places():
+        ends[place.file] = max(place.start + place.nbytes, ends.get(place.file, 0))
+    for file, end in ends.items():
+        if not (directory / file).is_file():
+            raise CheckpointError(f"{directory / file} is missing; {dcp_metadata.NAME} lists it")
+        if (size := (directory / file).stat().st_size) < end:
+            raise CheckpointError(
+                f"{directory / file} is truncated: it has {size} bytes, but {dcp_metadata.NAME} lists data up to byte "
+                f"{end}"
+            )
+    values: dict[Key, Any] = {key: _lazy(directory, dotted(key), tensor) for key, tensor in metadata.tensors.items()}
+    refused: dict[Key, str] = {}
+    for key, place in metadata.objects.items():
+        try:
+            values[key] = read_stream(directory / place.file, place.start, place.nbytes)
+        except UnreadableError:
+            raise
+        except CheckpointError as error:
+            refused[key] = str(error)
+    return values, refused
+
+
+def _lazy(directory: Path, name: str, tensor: DcpTensor) -> LazyTensor:
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+
+    def load() -> Tensor:
+        found = None if len(tensor.chunks) == 1 else torch.empty(tensor.shape, dtype=dtype, device="cpu")
+        for box, place in tensor.chunks:
+            chunk = read_stream(directory / place.file, place.start, place.nbytes)
+            if not isinstance(chunk, LazyTensor) or (chunk.shape, chunk.dtype) != (box.sizes, dtype):
+                raise CheckpointError(
+                    f"{directory / place.file} does not have, at byte {place.start}, the part of {name!r} of "
+                    f"shape {box.sizes} and {tensor.dtype} that {dcp_metadata.NAME} lists there"
+                )
+            if found is None:
+                return chunk.load()
+            inside = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
+            found[inside] = chunk.load()
+        assert found is not None
+        return found
+
+    return LazyTensor(dtype, tensor.shape, load)
+
 
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
 _FILE = f"__0_0{DEFAULT_SUFFIX}"
+_CHUNK_BYTES = 32 * 2**20
+"""Bytes of a chunk, to whole rows: a rank that loads a part of a tensor reads the chunks that it lies in."""
 
 
-def write_dcp(carried: Carried, target: Path, flat: bool) -> None:
+def write_dcp(contents: CheckpointContents, target: Path, flat: bool) -> None:
     """Write a directory that `torch.distributed.checkpoint.load` reads: complete or absent. Raises CheckpointError.
 
     Args:
@@ -52,13 +106,12 @@ def write_dcp(carried: Carried, target: Path, flat: bool) -> None:
 
     The optimizer is stored in both of torch's forms: groups as a list, and options by fqn.
     """
-    state: dict[str, Any] = nested_state(carried, _OnDisk)
+    state = nested_state(contents)
     if "optimizer" in state:
-        groups = state["optimizer"]["param_groups"]
         state["optimizer"].update(
             {
                 f"param_groups.{fqn}.{option}": value
-                for group in groups
+                for group in state["optimizer"]["param_groups"]
                 for fqn in group["params"]
                 for option, value in group.items()
                 if option != "params"
@@ -73,51 +126,68 @@ def write_dcp(carried: Carried, target: Path, flat: bool) -> None:
             )
         state = {**model, **state}
     with commit.building(target) as partial, _quietly(), _first_cause():
+        state = tree_map_only(LazyTensor, _InChunks, state)
         save(state, storage_writer=_Writer(partial), planner=_Planner(), no_dist=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _OnDisk:
-    """Stands in the state_dict for a tensor that is read part by part while it is written."""
+class _InChunks:
+    """Stands in the state_dict for a lazy tensor; it is cut into chunks of whole rows."""
 
-    tensors: Tensors
-    stored: StoredTensor
+    def __init__(self, tensor: LazyTensor) -> None:
+        self.tensor = tensor
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:  # noqa: A002 - torch's name
-        properties = TensorProperties(dtype=DTYPES[self.stored.dtype])
-        size = torch.Size(self.stored.shape)
+        properties, size = TensorProperties(dtype=self.tensor.dtype), torch.Size(self.tensor.shape)
         return [
             WriteItem(
-                index=MetadataIndex(fqn, box.offsets),
+                index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
+                    chunk=ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)),
                     properties=properties,
                     size=size,
                 ),
             )
-            for box, _ in self._boxes()
+            for chunk in self._chunks()
         ]
 
-    def part(self, offsets: tuple[int, ...]) -> Tensor:
-        """Return the part that begins at `offsets`."""
-        box, start = next((box, start) for box, start in self._boxes() if box.offsets == offsets)
-        return self.tensors.read(self.stored.name, start, start + box.numel).view(box.sizes)
+    def _chunks(self) -> Iterator[Box]:
+        shape, rest = self.tensor.shape, (0,) * (len(self.tensor.shape) - 1)
+        if not self.tensor.nbytes or not shape:
+            yield Box((0,) * len(shape), shape)
+            return
+        rows = max(1, _CHUNK_BYTES * shape[0] // self.tensor.nbytes)
+        for first in range(0, shape[0], rows):
+            yield Box((first, *rest), (min(rows, shape[0] - first), *shape[1:]))
 
-    def _boxes(self) -> Iterator[tuple[Box, int]]:
-        """Yield consecutive parts of at most PART_BYTES, each with its first element; of an empty tensor one, empty."""
-        shape, step = self.stored.shape, max(1, PART_BYTES // self.stored.item_bytes)
-        if not self.stored.numel:
-            yield Box((0,) * len(shape), shape), 0
-        for first in range(0, self.stored.numel, step):
-            start = first
-            for box in boxes_of(shape, first, min(first + step, self.stored.numel)):
-                yield box, start
-                start += box.numel
+
+class _Planner(DefaultSavePlanner):
+    _loaded: tuple[LazyTensor, Tensor] | None = None
+    """The tensor whose chunks are being written."""
+
+    def part_of(self, item: WriteItem) -> tuple[Any, ...]:
+        """Return a key that is equal for the same part of tied tensors, which is written once."""
+        found: Any = self.state_dict[item.index.fqn]
+        return id(found.tensor if isinstance(found, _InChunks) else found), item.index.offset, item.type
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        found: Any = self.state_dict[write_item.index.fqn]
+        if not isinstance(found, _InChunks):
+            return super().resolve_data(write_item)
+        if self._loaded is None or self._loaded[0] is not found.tensor:
+            self._loaded = None  # frees it first
+            self._loaded = found.tensor, found.tensor.load()
+        values, data = self._loaded[1], write_item.tensor_data
+        assert data is not None
+        if data.chunk.sizes == values.shape:
+            return values
+        rows = values.narrow(0, data.chunk.offsets[0], data.chunk.sizes[0])
+        # In a storage of its own, without a copy: torch.save writes the whole storage of a view.
+        return torch.frombuffer(bytes_of(rows.reshape(-1)), dtype=rows.dtype).view(rows.shape)
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer keeps a part of every tensor in memory until its file is full; this one keeps none."""
+    """torch's writer, which writes what is tied once and keeps no data until the file is full."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert isinstance(planner, _Planner)
@@ -127,12 +197,7 @@ class _Writer(FileSystemWriter):
             for item in plan.items:
                 part = planner.part_of(item)
                 if part not in places:
-                    start, data = file.tell(), planner.resolve_data(item)
-                    if isinstance(data, Tensor):
-                        torch.save(data, file)
-                    else:
-                        file.write(data.getbuffer())
-                    places[part] = _StorageInfo(_FILE, start, file.tell() - start)
+                    places[part] = self._append(file, planner, item)
                 results.append(WriteResult(item.index, places[part].length, places[part]))
             file.flush()
             os.fsync(file.fileno())
@@ -140,18 +205,14 @@ class _Writer(FileSystemWriter):
         written.set_result(results)
         return written
 
-
-class _Planner(DefaultSavePlanner):
-    def part_of(self, write_item: WriteItem) -> tuple[Any, ...]:
-        """Return a key that is equal for the same part of tied tensors, which is written once."""
-        return id(self.state_dict[write_item.index.fqn]), write_item.index.offset, write_item.type
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        found: Any = self.state_dict[write_item.index.fqn]
-        if isinstance(found, _OnDisk):
-            assert write_item.index.offset is not None
-            return found.part(tuple(write_item.index.offset))
-        return super().resolve_data(write_item)
+    @staticmethod
+    def _append(file: IO[bytes], planner: SavePlanner, item: WriteItem) -> _StorageInfo:
+        start, data = file.tell(), planner.resolve_data(item)
+        if isinstance(data, Tensor):
+            torch.save(data, file)
+        else:
+            file.write(data.getbuffer())
+        return _StorageInfo(_FILE, start, file.tell() - start)
 
 
 @contextmanager
@@ -176,78 +237,3 @@ def _quietly() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(before)
-
-
-# Reading --------------------------------------------------------------------------------------------------------------
-
-
-def read_dcp(directory: Path) -> Tree:
-    """Return everything in the directory by `Key`; tensors stay in their files. Raises CheckpointError."""
-    metadata = dcp_metadata.read(directory)
-    for place in {place.file: place for place in metadata.places()}.values():
-        if not (directory / place.file).is_file():
-            raise CheckpointError(f"{directory / place.file} is missing; {dcp_metadata.NAME} lists it")
-    values: dict[Key, Any] = {}
-    refused: dict[Key, str] = {}
-    for key, place in metadata.objects.items():
-        try:
-            values[key] = read_stream(directory / place.file, place.start, place.nbytes)
-        except UnreadableError:
-            raise
-        except CheckpointError as error:
-            refused[key] = str(error)
-    keys = {key: dotted(key) for key in metadata.tensors}
-    return Tree(DcpTensors(directory, metadata.tensors), keys, values, refused)
-
-
-class DcpTensors:
-    """The tensors of a DCP directory, named by their keys, joined with dots."""
-
-    def __init__(self, directory: Path, tensors: Mapping[Key, DcpTensor]) -> None:
-        self._directory = directory
-        self._tensors = {dotted(key): tensor for key, tensor in tensors.items()}
-        self.stored = {
-            name: StoredTensor(name, dtype_name(getattr(torch, tensor.dtype), name), tensor.shape)
-            for name, tensor in self._tensors.items()
-        }
-        self._chunk = lru_cache(maxsize=8)(self._open)
-
-    def runs(self, name: str) -> Iterator[Run]:
-        """See `Tensors`. Reads chunk by chunk."""
-        tensor = self._tensors[name]
-        for number, (box, _) in enumerate(tensor.chunks):
-            saved, at = self._chunk(name, number), 0
-            step = max(1, PART_BYTES // saved.dtype.itemsize)
-            for start, stop in runs_of(tensor.shape, box):
-                for first in range(start, stop, step):
-                    count = min(step, stop - first)
-                    yield Run(first, saved.read(at, at + count))
-                    at += count
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `Tensors`. Gathers the elements from the chunks that hold them."""
-        tensor = self._tensors[name]
-        found = torch.empty(stop - start, dtype=getattr(torch, tensor.dtype), device="cpu")
-        for number, (box, _) in enumerate(tensor.chunks):
-            at = 0
-            for run in runs_of(tensor.shape, box):
-                low, high = max(run.start, start), min(run.stop, stop)
-                if low < high:
-                    first = at + low - run.start
-                    found[low - start : high - start] = self._chunk(name, number).read(first, first + high - low)
-                at += run.length
-        return found
-
-    def _open(self, name: str, number: int) -> SavedTensor:
-        tensor = self._tensors[name]
-        box, place = tensor.chunks[number]
-        saved = read_stream(self._directory / place.file, place.start, place.nbytes)
-        if not isinstance(saved, SavedTensor) or (saved.shape, str(saved.dtype)) != (
-            box.sizes,
-            f"torch.{tensor.dtype}",
-        ):
-            raise CheckpointError(
-                f"{self._directory / place.file} does not have, at byte {place.start}, the part of {name!r} of "
-                f"shape {box.sizes} and {tensor.dtype} that {dcp_metadata.NAME} lists there"
-            )
-        return saved

@@ -1,9 +1,9 @@
 """The `.metadata` of a torch DCP directory: where each chunk of each tensor is stored. A pickle, read with an
 allow-list.
 
-Only the names that DCP writes there are known. They stand for inert records made for this one reading, or for plain
-builtins: no class of torch is touched, nothing is imported, nothing of the pickle's choosing is executed. Any other
-name is refused.
+The names that DCP writes there stand for inert records made for this one reading, or for plain builtins: no class of
+torch is touched, nothing is imported, nothing of the pickle's choosing is executed. Any other name is refused.
+(`torch.load(weights_only=True)` does not read the pickle protocol that DCP writes.)
 """
 
 from __future__ import annotations
@@ -18,33 +18,13 @@ from typing import Any
 
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.format.safetensors_layout import TORCH_NAMES
+from shardwise.checkpoint.interchange.nested import Key
 from shardwise.errors import CheckpointError
 from shardwise.sharded.dcp_chunks import Box, runs_of
 
 NAME = ".metadata"
-_DCP = "torch.distributed.checkpoint"
-_RECORDS = {
-    (f"{_DCP}.metadata", name)
-    for name in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {(f"{_DCP}.filesystem", "_StorageInfo")}
-_DTYPES = frozenset(TORCH_NAMES.values())
-
-Key = tuple[str | int, ...]
-"""The keys that lead to a value through nested dicts (names) and lists (numbers)."""
-
-
-def dotted(key: Key) -> str:
-    """Join the names and numbers of a key with dots."""
-    return ".".join(map(str, key))
+_RECORDS = {"torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"}
+"""Modules whose classes stand for records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +101,11 @@ class _Unpickler(pickle.Unpickler):
         self._records: dict[tuple[str, str], type[_Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        known = (module, name)
-        if known in _RECORDS:  # a new class for each reading: no pickle can change a class that others use
-            return self._records.setdefault(known, type(name, (_Record,), {}))
-        if known in _STAND_INS:
-            return _STAND_INS[known]
-        if module == "torch" and name in _DTYPES:
+        if module in _RECORDS and "." not in name:  # a new class for each reading: no pickle can change one of others
+            return self._records.setdefault((module, name), type(name, (_Record,), {}))
+        if (module, name) in _STAND_INS:
+            return _STAND_INS[module, name]
+        if module == "torch" and name in TORCH_NAMES.values():
             return name
         raise CheckpointError(
             f"{self._path} names {module}.{name}, which does not belong in the metadata of a DCP checkpoint: it "
@@ -172,7 +151,7 @@ def _tensor(name: str, entry: Any, place: Callable[[tuple[str, tuple[int, ...]]]
     shape = _numbers(entry.size)
     properties = entry.properties
     dtype = properties.arguments[0] if properties.arguments else properties.dtype
-    if dtype not in _DTYPES:
+    if dtype not in TORCH_NAMES.values():
         raise ValueError(f"{name!r} has no dtype")
     chunks = []
     for chunk in entry.chunks:

@@ -12,8 +12,6 @@ from shardwise.checkpoint.format import manifest, training_json
 from shardwise.checkpoint.format.contents import Contents
 from shardwise.checkpoint.format.safetensors_layout import ITEM_BYTES, StoredTensor
 from shardwise.checkpoint.format.tensor_files import ADAPTER_CONFIG
-from shardwise.checkpoint.interchange import dcp_metadata
-from shardwise.checkpoint.interchange.carried import Carried
 from shardwise.checkpoint.interchange.convert import read
 from shardwise.checkpoint.interchange.kinds import ADAPTER_WEIGHTS, Kind, kind_of
 from shardwise.checkpoint.io.storage import Location, directory_of, is_url
@@ -177,32 +175,19 @@ def _of_hub(name: hub.HubName, where: str) -> Inspection:
 
 def _found(location: Location, kind: Kind) -> dict[str, Any]:
     """Return the other fields of an `Inspection`. Raises CheckpointError if the checkpoint cannot be read."""
-    carried: Carried = read(location, kind)
+    contents = read(location, kind)
     found: dict[str, Any] = {
-        "model": groups(list(carried.model.stored.values())),
-        "optimizer": carried.optimizer,
-        "optimizer_bytes": sum(tensor.nbytes for tensor in carried.state.stored.values()),
-        "step": carried.step or None,
-        "extra": carried.extra,
-        "left_out": carried.left_out,
+        "model": groups([tensor.stored(name) for name, tensor in contents.model.items()]),
+        "optimizer": contents.optimizer,
+        "optimizer_bytes": sum(tensor.nbytes for tensor in contents.state.values()),
+        "step": contents.step or None,
+        "extra": contents.extra,
+        "left_out": contents.left_out,
     }
     if kind.is_own:
         training = training_json.read(Contents.of(location))
         found.update(step=training["step"], saved_by=training["world_size"], version=training["shardwise"])
-    if kind is Kind.DCP:
-        _check_places(Path(location))
     return found
-
-
-def _check_places(directory: Path) -> None:
-    """Raise CheckpointError if a file of a DCP directory is shorter than its metadata promises."""
-    for place in dcp_metadata.read(directory).places():
-        size = (directory / place.file).stat().st_size
-        if place.start + place.nbytes > size:
-            raise CheckpointError(
-                f"{directory / place.file} is truncated: it has {size} bytes, but {dcp_metadata.NAME} lists data "
-                f"up to byte {place.start + place.nbytes}"
-            )
 
 
 def groups(tensors: list[StoredTensor]) -> tuple[ModuleTensors, ...]:

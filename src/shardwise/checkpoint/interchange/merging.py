@@ -1,28 +1,25 @@
-"""An adapter in PEFT's files, merged into the weights of its base, a part of a tensor at a time."""
+"""An adapter in PEFT's files, merged into the weights of its base, a tensor at a time."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from shardwise.checkpoint.format import manifest, tensor_files
-from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.format.tensor_files import ADAPTER_CONFIG as CONFIG
-from shardwise.checkpoint.interchange.carried import Carried, Run, Tensors, parts
+from shardwise.checkpoint.interchange.checkpoint_contents import CheckpointContents, LazyTensor, LazyTensors
 from shardwise.checkpoint.interchange.kinds import ADAPTER_WEIGHTS as WEIGHTS
-from shardwise.checkpoint.interchange.safetensors_files import (
-    SafetensorsTensors,
-    configuration_of,
-    read_hugging_face,
-)
+from shardwise.checkpoint.interchange.safetensors_files import configuration_of, lazy_tensors, read_hugging_face
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.errors import CheckpointError, HubError
 from shardwise.hub import fetch, hub_name
-from shardwise.modules.adapters import FILE_PREFIX, low_rank
+from shardwise.modules.adapters import FILE_PREFIX
 from shardwise.suggest import nearest_path
 
 _PLAIN: dict[str, tuple[object, ...]] = {
@@ -38,13 +35,15 @@ _PLAIN: dict[str, tuple[object, ...]] = {
 """Keys of a configuration, with the values for which merging is one matrix product a layer."""
 
 
-def read_adapter(adapter: Path) -> Carried:
+def read_adapter(adapter: Path) -> CheckpointContents:
     """Return the adapter alone, under PEFT's names. Raises CheckpointError."""
-    directory = LocalDirectory(adapter)
-    return Carried(_tensors(directory), SafetensorsTensors(directory, {}), files=configuration_of(adapter))
+    directory, path = LocalDirectory(adapter), f"{adapter}/{WEIGHTS}"
+    with manifest.reading(path), directory.open(WEIGHTS) as source:
+        layout = tensor_files.read_layout(path, source, directory.size(WEIGHTS))
+    return CheckpointContents(lazy_tensors(directory, {WEIGHTS: layout}), files=configuration_of(adapter))
 
 
-def read_merged(adapter: Path, base: str | None) -> Carried:
+def read_merged(adapter: Path, base: str | None) -> CheckpointContents:
     """Return the base's model with a LoRA adapter added, under the base's names; tensors stay in their files.
 
     Args:
@@ -62,7 +61,12 @@ def read_merged(adapter: Path, base: str | None) -> Carried:
                 "merge it (merge_and_unload, then save_pretrained)"
             )
     whole = read_hugging_face(_base(adapter, base, config))
-    return Carried(Merged(whole.model, _factors(adapter, config, whole.model)), whole.state, files=whole.files)
+    factors = _factors(adapter, config, whole.model)
+    merged = {
+        name: replace(tensor, load=partial(_merged, tensor, factors[name])) if name in factors else tensor
+        for name, tensor in whole.model.items()
+    }
+    return replace(whole, model=merged)
 
 
 class Factors(NamedTuple):
@@ -75,28 +79,11 @@ class Factors(NamedTuple):
     scale: float
 
 
-class Merged:
-    """The tensors of a base with an adapter added, as PEFT adds it: rounded once, to the base's dtype."""
-
-    def __init__(self, base: Tensors, factors: Mapping[str, Factors]) -> None:
-        self._base = base
-        self._factors = factors
-
-    @property
-    def stored(self) -> Mapping[str, StoredTensor]:
-        """See `Tensors`."""
-        return self._base.stored
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `Tensors`."""
-        values = self._base.read(name, start, stop)
-        if name in self._factors and stop > start:
-            values += low_rank(*self._factors[name], start, stop)
-        return values
-
-    def runs(self, name: str) -> Iterator[Run]:
-        """See `Tensors`."""
-        return parts(self, name)
+def _merged(base: LazyTensor, factors: Factors) -> Tensor:
+    """Return a weight with an adapter added, as PEFT adds it: rounded once, to the base's dtype."""
+    values = base.load()
+    values += (factors.left @ factors.right) * factors.scale
+    return values
 
 
 def _config(adapter: Path) -> dict[str, Any]:
@@ -128,20 +115,20 @@ def _base(adapter: Path, given: str | None, config: Mapping[str, Any]) -> Path:
     )
 
 
-def _factors(adapter: Path, config: Mapping[str, Any], base: Tensors) -> dict[str, Factors]:
-    tensors = _tensors(LocalDirectory(adapter))
+def _factors(adapter: Path, config: Mapping[str, Any], base: LazyTensors) -> dict[str, Factors]:
+    tensors = read_adapter(adapter).model
     found: dict[str, Factors] = {}
-    for name in tensors.stored:
+    for name in tensors:
         layer, end = name.removeprefix(FILE_PREFIX).removesuffix(".weight").rsplit(".", 1)
-        if end == "lora_B" and name.replace("lora_B", "lora_A") in tensors.stored:
+        if end == "lora_B" and name.replace("lora_B", "lora_A") in tensors:
             continue
         target, partner = f"{layer}.weight", name.replace("lora_A", "lora_B")
-        if end != "lora_A" or partner not in tensors.stored:
+        if end != "lora_A" or partner not in tensors:
             raise CheckpointError(f"{adapter}: {name!r} is not a factor of plain LoRA: let PEFT merge this adapter")
-        right, left = _whole(tensors, name), _whole(tensors, partner)
+        right, left = tensors[name].load(), tensors[partner].load()
         if config.get("fan_in_fan_out"):  # stored transposed, as GPT-2's
             left, right = right.T, left.T
-        if target not in base.stored or base.stored[target].shape != (left.shape[0], right.shape[1]):
+        if target not in base or base[target].shape != (left.shape[0], right.shape[1]):
             raise CheckpointError(
                 f"{adapter}: {name!r} is for a weight {target!r} of shape {(left.shape[0], right.shape[1])}, "
                 "which the base does not have: give the base that it was trained on with --base, or let PEFT "
@@ -151,14 +138,3 @@ def _factors(adapter: Path, config: Mapping[str, Any], base: Tensors) -> dict[st
         divisor = rank**0.5 if config.get("use_rslora") else rank
         found[target] = Factors(left, right, config["lora_alpha"] / divisor)
     return found
-
-
-def _tensors(directory: LocalDirectory) -> SafetensorsTensors:
-    path = f"{directory}/{WEIGHTS}"
-    with manifest.reading(path), directory.open(WEIGHTS) as source:
-        return SafetensorsTensors(directory, {WEIGHTS: tensor_files.read_layout(path, source, directory.size(WEIGHTS))})
-
-
-def _whole(tensors: Tensors, name: str) -> Tensor:
-    stored = tensors.stored[name]
-    return tensors.read(name, 0, stored.numel).view(stored.shape)

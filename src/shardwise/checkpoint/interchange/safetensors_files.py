@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from shardwise.checkpoint.format.hugging_face import weights_of
 from shardwise.checkpoint.format.local_tensor import DTYPES, bytes_of
 from shardwise.checkpoint.format.manifest import FileRecord, Manifest
 from shardwise.checkpoint.format.safetensors_layout import TensorFile
-from shardwise.checkpoint.interchange.carried import Carried, Run, Tensors, parts
+from shardwise.checkpoint.interchange.checkpoint_contents import CheckpointContents, LazyTensor, LazyTensors
 from shardwise.checkpoint.io.checksums import RegionSums
 from shardwise.checkpoint.io.storage import Directory, LocalDirectory, Location, Source
 from shardwise.checkpoint.publish import commit
@@ -31,49 +32,48 @@ from shardwise.files.local_file import write_at
 _CHUNK_BYTES = 8 * 2**20
 
 
-def write_checkpoint(carried: Carried, target: Path, max_file_bytes: int) -> None:
+def write_checkpoint(contents: CheckpointContents, target: Path, max_file_bytes: int) -> None:
     """Write a committed checkpoint: `target.partial` until everything is on disk. Raises CheckpointError."""
     with commit.building(target) as partial:
-        _write_files(partial, "model", carried.model, max_file_bytes)
-        if carried.optimizer is not None:
-            _write_files(partial, "optimizer", carried.state, max_file_bytes)
-        document = training_json.describe(carried.step, carried.optimizer, [], carried.extra)
-        in_memory = {names_json.NAME: names_json.encode(carried.names)} if carried.names else {}
-        documents = {**carried.files, **in_memory, training_json.NAME: training_json.encode(document)}
-        write_documents(LocalDirectory(partial), documents)
-        records = {path.name: _record_of(path) for path in sorted(partial.iterdir())}
+        records = _write_files(partial, "model", contents.model, max_file_bytes)
+        if contents.optimizer is not None:
+            records |= _write_files(partial, "optimizer", contents.state, max_file_bytes)
+        document = training_json.describe(contents.step, contents.optimizer, [], contents.extra)
+        in_memory = {names_json.NAME: names_json.encode(contents.names)} if contents.names else {}
+        documents = {**contents.files, **in_memory, training_json.NAME: training_json.encode(document)}
+        records |= write_documents(LocalDirectory(partial), documents)
         manifest.write(LocalDirectory(partial), Manifest(records))
 
 
-def write_hugging_face(carried: Carried, target: Path, max_file_bytes: int) -> None:
+def write_hugging_face(contents: CheckpointContents, target: Path, max_file_bytes: int) -> None:
     """Write the model alone, with its configuration: complete or absent. Raises CheckpointError."""
     with commit.building(target) as partial:
-        _write_files(partial, "model", carried.model, max_file_bytes)
-        write_documents(LocalDirectory(partial), carried.files)
+        _write_files(partial, "model", contents.model, max_file_bytes)
+        write_documents(LocalDirectory(partial), contents.files)
 
 
-def _write_files(directory: Path, stem: str, tensors: Tensors, max_file_bytes: int) -> None:
-    files = tensor_files.lay_out_files(stem, tuple(tensors.stored.values()), max_file_bytes)
+def _write_files(directory: Path, stem: str, tensors: LazyTensors, max_file_bytes: int) -> dict[str, FileRecord]:
+    """Write the files of one stem, a tensor at a time. Returns their records."""
+    stored = tuple(tensor.stored(name) for name, tensor in tensors.items())
+    files = tensor_files.lay_out_files(stem, stored, max_file_bytes)
     tensor_files.create(directory, files)
-    write_documents(LocalDirectory(directory), files.index)
+    records = write_documents(LocalDirectory(directory), files.index)
     for file, layout in files.files.items():
+        sums = RegionSums()
         with (directory / file).open("r+b", buffering=0) as out:
-            write_at(out.fileno(), 0, layout.header)
+            _write(out.fileno(), 0, memoryview(layout.header), sums)
             for name in layout.tensors:
-                for start, values in tensors.runs(name):
-                    first = layout.byte_range(name, start, start + values.numel()).start
-                    write_at(out.fileno(), first, bytes_of(values))
+                _write(out.fileno(), layout.starts[name], bytes_of(tensors[name].load().reshape(-1)), sums)
             os.fsync(out.fileno())
+        records[file] = FileRecord(layout.nbytes, tuple(sums.regions()))
+    return records
 
 
-def _record_of(path: Path) -> FileRecord:
-    """Read a file back for its size and checksums: sources come in any order; in the file's order, regions are few."""
-    sums, start = RegionSums(), 0
-    with path.open("rb") as file:
-        while data := file.read(_CHUNK_BYTES):
-            sums.add(start, data)
-            start += len(data)
-    return FileRecord(start, tuple(sums.regions()))
+def _write(fd: int, start: int, data: memoryview, sums: RegionSums) -> None:
+    for at in range(0, data.nbytes, _CHUNK_BYTES):
+        chunk = data[at : at + _CHUNK_BYTES]
+        sums.add(start + at, chunk)
+        write_at(fd, start + at, chunk)
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -87,41 +87,37 @@ class _Files(Protocol):
     def open(self, name: str) -> AbstractContextManager[Source]: ...
 
 
-class SafetensorsTensors:
-    """The tensors of several safetensors files in one directory or checkpoint."""
-
-    def __init__(self, place: _Files, files: Mapping[str, TensorFile]) -> None:
-        self._place = place
-        self._files = {name: (file, layout) for file, layout in files.items() for name in layout.tensors}
-        self.stored = {name: layout.tensors[name] for name, (_, layout) in self._files.items()}
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `Tensors`."""
-        file, layout = self._files[name]
-        values = torch.empty(stop - start, dtype=DTYPES[self.stored[name].dtype], device="cpu")
-        path = f"{self._place}/{file}"
-        if values.numel():
-            try:
-                with manifest.reading(path), self._place.open(file) as source:
-                    source.read_at(layout.byte_range(name, start, stop).start, bytes_of(values))
-            except EOFError as error:
-                raise CheckpointError(f"{path} ends at byte {error}, before the end of its tensor data") from None
-            except (FileNotFoundError, NotADirectoryError):
-                raise CheckpointError(f"{path} is missing") from None
-        return values
-
-    def runs(self, name: str) -> Iterator[Run]:
-        """See `Tensors`."""
-        return parts(self, name)
+def lazy_tensors(place: _Files, files: Mapping[str, TensorFile]) -> dict[str, LazyTensor]:
+    """Return the tensors of several safetensors files in one directory or checkpoint."""
+    return {
+        name: LazyTensor(DTYPES[stored.dtype], stored.shape, partial(_load, place, file, layout, name))
+        for file, layout in files.items()
+        for name, stored in layout.tensors.items()
+    }
 
 
-def read_checkpoint(path: Location) -> Carried:
+def _load(place: _Files, file: str, layout: TensorFile, name: str) -> Tensor:
+    stored = layout.tensors[name]
+    values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="cpu")
+    path = f"{place}/{file}"
+    if values.numel():
+        try:
+            with manifest.reading(path), place.open(file) as source:
+                source.read_at(layout.starts[name], bytes_of(values.view(-1)))
+        except EOFError as error:
+            raise CheckpointError(f"{path} ends at byte {error}, before the end of its tensor data") from None
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(f"{path} is missing") from None
+    return values
+
+
+def read_checkpoint(path: Location) -> CheckpointContents:
     """Return the contents of a committed checkpoint of `sw.checkpoint.save`. Raises CheckpointError."""
     contents = Contents.of(path)
     training = training_json.read(contents)
-    return Carried(
-        SafetensorsTensors(contents, tensor_files.find_model(contents).files),
-        SafetensorsTensors(contents, tensor_files.find(contents, "optimizer").files),
+    return CheckpointContents(
+        lazy_tensors(contents, tensor_files.find_model(contents).files),
+        lazy_tensors(contents, tensor_files.find(contents, "optimizer").files),
         training["optimizer"],
         training["step"],
         training["extra"],
@@ -133,11 +129,10 @@ def read_checkpoint(path: Location) -> Carried:
     )
 
 
-def read_hugging_face(path: Path) -> Carried:
+def read_hugging_face(path: Path) -> CheckpointContents:
     """Return the weights in a directory of `save_pretrained`. Raises CheckpointError."""
     directory = LocalDirectory(path)
-    tensors = SafetensorsTensors(directory, weights_of(directory).files)
-    return Carried(tensors, SafetensorsTensors(directory, {}), files=configuration_of(path))
+    return CheckpointContents(lazy_tensors(directory, weights_of(directory).files), files=configuration_of(path))
 
 
 def configuration_of(path: Path) -> dict[str, bytes]:

@@ -9,7 +9,9 @@ import torch
 import xxhash
 from torch import nn
 
-from shardwise.checkpoint.interchange.safetensors_files import read_hugging_face
+from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.format.hugging_face import weights_of
+from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.errors import ConfigError, one_line
 from shardwise.hub import hub_name, local
 from shardwise.suggest import did_you_mean
@@ -64,13 +66,19 @@ def base_digest(config: Config) -> str:
         return ""
     if config.model.pretrained is None:
         return f"random numbers of train.seed={config.train.seed} and model.init={config.model.init!r}"
-    tensors = read_hugging_face(local(config.model.pretrained)).model
+    directory = LocalDirectory(local(config.model.pretrained))
+    samples: list[tuple[str, bytes]] = []
+    for file, layout in weights_of(directory).files.items():
+        with manifest.reading(f"{directory}/{file}"), directory.open(file) as source:
+            for name, tensor in layout.tensors.items():
+                middle = tensor.numel // 2
+                place = layout.byte_range(name, middle, min(middle + _SAMPLE_NUMEL, tensor.numel))
+                sample = bytearray(place.length)
+                source.read_at(place.start, memoryview(sample))
+                samples.append((name, f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + sample))
     digest = xxhash.xxh3_64()
-    for name, tensor in sorted(tensors.stored.items()):
-        middle = tensor.numel // 2
-        sample = tensors.read(name, middle, min(middle + _SAMPLE_NUMEL, tensor.numel))
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
+    for _, sampled in sorted(samples):
+        digest.update(sampled)
     return f"weights with the digest {digest.hexdigest()}"
 
 
