@@ -1,4 +1,4 @@
-"""Only one file distinguishes kinds of devices, and training never uses another device than was asked for. The tests
+"""Only two files distinguish kinds of devices, and training never uses another device than was asked for. The tests
 need no accelerator: some pretend to have one, up to the point at which memory would be allocated."""
 
 import re
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import accelerators
+from shardwise import accelerators, device_tools
 from shardwise.engine.mesh import build_mesh
 from shardwise.errors import MeshError
 from shardwise.policy.strategy import Strategy
@@ -35,7 +35,7 @@ def test_no_other_file_names_a_kind_of_device() -> None:
     found = [
         f"{path.relative_to(SOURCE)}:{number}"
         for path in SOURCE.rglob("*.py")
-        if path.name not in {"accelerators.py", "sharded_grad_scaler.py"}  # the latter has the signature of torch's
+        if path.name not in {"accelerators.py", "device_tools.py", "sharded_grad_scaler.py"}  # the last: as torch's
         and path.relative_to(SOURCE).parts[0] != "jax"  # JAX knows its own devices; the file imports no torch
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         if re.search(r"torch\.(cuda|xpu|mps|accelerator)\b|[\"'](cuda|xpu|mps|hpu|npu)[\"']|\.is_cuda\b", line)
@@ -45,13 +45,13 @@ def test_no_other_file_names_a_kind_of_device() -> None:
 
 def test_without_an_accelerator_everything_is_on_the_cpu() -> None:
     assert accelerators.accelerator() is None
-    assert accelerators.count() == 0
-    assert accelerators.of_local_rank(3) == torch.device("cpu")
+    assert device_tools.count() == 0
+    assert device_tools.of_local_rank(3) == torch.device("cpu")
     assert accelerators.of_group(None) == torch.device("cpu")
     assert accelerators.widest_float(torch.device("cpu")) is torch.float64
-    assert accelerators.has_fused_adamw(torch.device("cpu"))
-    accelerators.wait(torch.device("cpu"))
-    accelerators.reset_peak(torch.device("cpu"))
+    assert device_tools.has_fused_adamw(torch.device("cpu"))
+    device_tools.wait(torch.device("cpu"))
+    device_tools.reset_peak(torch.device("cpu"))
 
 
 def test_backends_are_those_that_torch_names() -> None:
@@ -117,10 +117,10 @@ def test_a_device_is_told_by_its_uuid() -> None:
         mock.Mock(**{"get_device_properties.return_value": p}) for p in (mock.Mock(uuid="a-b"), object())
     )
     with mock.patch.object(torch, "get_device_module", return_value=named):
-        assert accelerators.identity(XPU) == "a-b"
+        assert device_tools.identity(XPU) == "a-b"
     with mock.patch.object(torch, "get_device_module", return_value=nameless):
-        assert accelerators.identity(XPU) is None
-    assert accelerators.identity(torch.device("cpu")) is None
+        assert device_tools.identity(XPU) is None
+    assert device_tools.identity(torch.device("cpu")) is None
 
 
 def test_bf16_counts_where_a_device_has_it_itself() -> None:
@@ -129,23 +129,23 @@ def test_bf16_counts_where_a_device_has_it_itself() -> None:
 
     def supported(functions: object) -> bool:
         with mock.patch.object(torch, "get_device_module", return_value=functions):
-            return accelerators.computes_in_bf16(XPU)
+            return device_tools.computes_in_bf16(XPU)
 
     assert supported(object())
     assert not supported(SimpleNamespace(is_bf16_supported=emulated))
     assert not supported(SimpleNamespace(is_bf16_supported=lambda: False))
     assert supported(SimpleNamespace(is_bf16_supported=lambda: True))
-    assert not accelerators.computes_in_bf16(torch.device("cpu"))
+    assert not device_tools.computes_in_bf16(torch.device("cpu"))
 
 
 def test_a_thread_looks_at_an_event_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
     looks = iter([False, False, True])
     event = mock.Mock(query=lambda: next(looks))
-    monkeypatch.setattr(accelerators.time, "sleep", done.append)
+    monkeypatch.setattr(device_tools.time, "sleep", done.append)
     monkeypatch.setattr(torch.accelerator, "set_device_index", done.append)
-    accelerators.wait_on_thread(event, torch.device("xpu", 1))
-    assert done == [1, accelerators._LOOK_S, accelerators._LOOK_S], "of its device, not of the first one"
+    device_tools.wait_on_thread(event, torch.device("xpu", 1))
+    assert done == [1, device_tools._LOOK_S, device_tools._LOOK_S], "of its device, not of the first one"
     looks = iter([True])
-    accelerators.wait_on_thread(event, torch.device("cpu"))
+    device_tools.wait_on_thread(event, torch.device("cpu"))
     assert len(done) == 3

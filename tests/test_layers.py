@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "src" / "shardwise"
 # What each package may import besides itself. Packages of one layer may not import each other.
 LAYERS = [
     {"accelerators", "errors", "liveness", "registry", "suggest", "tables"},
-    {"layout", "policy", "foreign", "hub", "together"},
+    {"device_tools", "layout", "policy", "foreign", "hub", "together"},
     {"comm", "files"},
     {"sharded"},
     {"modules", "offload"},

@@ -25,7 +25,7 @@ import shardwise as sw
 from benchmarks import on_ranks, program
 from benchmarks.accelerator.models import LlamaShape, LlamaStack
 from benchmarks.common import facts, launch, report
-from shardwise import accelerators
+from shardwise import accelerators, device_tools
 from shardwise.modules.deferred_init.materialize import left_blank
 
 WAYS = ("plain", "meta", "device", "blank")
@@ -34,14 +34,14 @@ MIB = 2**20
 
 def measure(way: str, blocks: int, shape: LlamaShape) -> dict[str, Any]:
     """What this rank takes to have its numbers. Every rank must call this."""
-    device = accelerators.of_local_rank(int(os.environ["LOCAL_RANK"]))
+    device = device_tools.of_local_rank(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(accelerators.backend_for(device))
     if way != "plain":  # what is imported and set up at the first call is not counted
         with torch.device("meta"):
             small = torch.nn.Linear(8, 8)
         sw.shard(small)
     dist.barrier()
-    accelerators.reset_peak(device)
+    device_tools.reset_peak(device)
     before_bytes, wall_s, cpu_s = _resident_bytes("VmRSS"), time.perf_counter(), time.process_time()
     torch.manual_seed(0)
     with torch.device("cpu" if way == "plain" else "meta"):
@@ -50,13 +50,13 @@ def measure(way: str, blocks: int, shape: LlamaShape) -> dict[str, Any]:
     if way != "plain":
         with sw.init_on_device() if way == "device" else nullcontext(), left_blank(names):
             sw.shard(model)
-    accelerators.wait(device)
+    device_tools.wait(device)
     told = {
         "wall_s": time.perf_counter() - wall_s,
         "cpu_s": time.process_time() - cpu_s,
         "host_bytes": max(0, _resident_bytes("VmHWM") - before_bytes),
-        "device_bytes": 0 if device.type == "cpu" else accelerators.allocated_bytes(device)[1],
-        "device": "CPU" if device.type == "cpu" else accelerators.name(device),
+        "device_bytes": 0 if device.type == "cpu" else device_tools.allocated_bytes(device)[1],
+        "device": "CPU" if device.type == "cpu" else device_tools.name(device),
     }
     dist.destroy_process_group()
     return told

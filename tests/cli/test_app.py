@@ -60,7 +60,7 @@ def test_debug_shows_where_a_mistake_was_found(capsys: pytest.CaptureFixture[str
 def test_more_ranks_than_gpus(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("shardwise.accelerators.count", lambda: 1)
+    monkeypatch.setattr("shardwise.device_tools.count", lambda: 1)
     (tmp_path / "run.toml").write_text(CONFIG)
     assert run(["train", str(tmp_path / "run.toml"), "parallel.ranks=2"]) == 2
     assert capsys.readouterr().err == (

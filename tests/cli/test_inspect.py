@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.cli.app import run
 
 TINY = """
@@ -59,7 +59,7 @@ def test_units_at_any_number_of_ranks(
 def test_a_dtype_that_is_left_open_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tiny.toml").write_text(TINY)
     command = ["inspect", str(tmp_path / "tiny.toml"), "parallel.ranks=8", f"log.directory={tmp_path}"]
-    with mock.patch.object(accelerators, "computes_in_bf16", return_value=True):
+    with mock.patch.object(device_tools, "computes_in_bf16", return_value=True):
         assert run(command) == 0
         said, *rows = capsys.readouterr().out.splitlines()
         assert said.startswith("parameters are gathered and computed with in bf16, the fastest dtype of this device")

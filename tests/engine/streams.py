@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from shardwise import accelerators
+from shardwise import accelerators, device_tools
 from shardwise.comm import on_streams
 from shardwise.engine import mesh as mesh_module
 from shardwise.files.scratch_file import ScratchFile
@@ -429,10 +429,10 @@ def played(slow_disk: bool = True, **options: Any) -> Iterator[Order]:
         mock.patch.object(accelerators, "new_stream", Stream),
         mock.patch.object(accelerators, "on", order.stream),
         mock.patch.object(accelerators, "current_stream", order.current_stream),
-        mock.patch.object(accelerators, "has_memory", return_value=True),
-        mock.patch.object(accelerators, "wait", order.wait),
+        mock.patch.object(device_tools, "has_memory", return_value=True),
+        mock.patch.object(device_tools, "wait", order.wait),
         mock.patch.object(host_threads, "on_host", order.on_host),
-        mock.patch.object(accelerators, "sent", order.sent),
+        mock.patch.object(device_tools, "sent", order.sent),
         _threads(order, slow_disk),
         order,
     ):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.comm.backends.shared_memory.collectives import STAGE_BYTES
 from shardwise.comm.backends.shared_memory.counters import JOURNAL_LINES
 from shardwise.engine.lookup import require_engine
@@ -259,7 +259,7 @@ def test_what_built_the_model_is_no_activation_once_the_peak_is_reset() -> None:
         mock.patch.object(torch, "accelerator", allocator),
     ):
         assert sw.memory(model).peak["activations"] == 1000
-        accelerators.reset_peak(device)
+        device_tools.reset_peak(device)
         assert sw.memory(model).peak["activations"] == 8
         allocator.now, allocator.peak = held + 8, held + 500  # a step
         memory = sw.memory(model)

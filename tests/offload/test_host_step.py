@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, PeerError, UsageError
 from shardwise.offload import host_step, host_threads
@@ -240,7 +240,7 @@ def test_what_is_staged_for_a_step_is_counted() -> None:
 
 
 def forgets_arrivals(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(accelerators, "wait_for", lambda event: None)
+    patch.setattr(device_tools, "wait_for", lambda event: None)
 
 
 def forgets_weights(patch: pytest.MonkeyPatch) -> None:

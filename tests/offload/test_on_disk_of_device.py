@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.engine.extensions.offloaded import shard_stores
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError, PeerError, UsageError
@@ -345,7 +345,7 @@ def test_memory_that_cannot_be_pinned_is_told_with_the_way_out() -> None:
     def refuses(memory: Tensor, device: torch.device) -> None:
         raise RuntimeError("out of memory")
 
-    with played(), mock.patch.object(accelerators, "pin", refuses):
+    with played(), mock.patch.object(device_tools, "pin", refuses):
         with pytest.raises(UsageError, match=r"4096 bytes .* rank's weights cannot be pinned .*offload.pin = false"):
             places_of(staged(), 1)
         places_of(staged(pin=False), 1)
@@ -365,7 +365,7 @@ def test_a_stage_is_given_back_when_nothing_uses_it() -> None:
         pinned.append(memory.data_ptr())
         return lambda: known.update({pinned.index(memory.data_ptr()): dict(order.host.clock)})
 
-    with played() as order, mock.patch.object(accelerators, "pin", pin):
+    with played() as order, mock.patch.object(device_tools, "pin", pin):
         medium = staged()
         first, second = places_of(medium, 2)
         medium.claim(first)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import accelerators
+from shardwise import accelerators, device_tools
 from shardwise.checkpoint import latest
 from shardwise.errors import UserError
 from shardwise.train import trainer
@@ -211,7 +211,7 @@ def test_a_number_is_on_its_way_before_anything_else_is_enqueued() -> None:
     number = torch.tensor(2.5).as_subclass(OnDevice)
     host = mock.patch.object(torch, "empty_like", return_value=torch.empty(()))
     with host, mock.patch.object(accelerators, "current_stream", return_value=done):
-        value = accelerators.fetched(number)
+        value = device_tools.fetched(number)
         number.fill_(3.0)
     assert [call[0] for call in done.mock_calls] == ["record_event"]
     assert value() == 2.5
@@ -220,6 +220,6 @@ def test_a_number_is_on_its_way_before_anything_else_is_enqueued() -> None:
 
 def test_what_goes_to_a_device_goes_through_pinned_memory() -> None:
     host = mock.Mock()
-    assert accelerators.sent(host, OnDevice.device) is host.pin_memory().to.return_value
+    assert device_tools.sent(host, OnDevice.device) is host.pin_memory().to.return_value
     host.pin_memory().to.assert_called_once_with(OnDevice.device, non_blocking=True)
-    assert accelerators.sent(host, torch.device("cpu")) is host
+    assert device_tools.sent(host, torch.device("cpu")) is host

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import accelerators
+from shardwise import accelerators, device_tools
 from shardwise.errors import CheckpointError, ConfigError, UserError
 from shardwise.modules.deferred_init import materialize
 from shardwise.modules.deferred_init.memory import RealStorages
@@ -194,7 +194,7 @@ def test_an_asynchronous_save_of_what_the_host_keeps_for_a_device_is_refused_bef
 ) -> None:
     overrides = ("offload.optimizer=cpu", "checkpoint.asynchronous=true", "checkpoint.every=2")
     run_alone("log.name=host", *overrides)  # where it is the same memory
-    monkeypatch.setattr(accelerators, "has_memory", lambda device: True)
+    monkeypatch.setattr(device_tools, "has_memory", lambda device: True)
     with pytest.raises(ConfigError, match=r'checkpoint.asynchronous with offload.optimizer = "cpu"'):
         run_alone("log.name=device", *overrides)
 

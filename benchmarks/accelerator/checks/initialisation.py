@@ -12,7 +12,7 @@ from benchmarks.accelerator.bench import Bench, Cases
 from benchmarks.accelerator.device import MIB, synchronize
 from benchmarks.accelerator.models import LlamaShape, LlamaStack
 from benchmarks.accelerator.row import NO_ACCELERATOR, Row, correct, figure, impossible, reached
-from shardwise import accelerators
+from shardwise import device_tools
 
 _BLOCKS = 16
 """Of Llama 2 7B: 3.2 G parameters."""
@@ -25,14 +25,14 @@ def rates(bench: Bench) -> Iterator[Row]:
     """The CPU draws one block, which is enough to know its rate."""
     shape, blocks = (_LITTLE, 2) if bench.is_small else (LlamaShape(), _BLOCKS)
     _sharded(1, _LITTLE, on_device=True)  # what is set up once
-    accelerators.reset_peak(bench.device)
+    device_tools.reset_peak(bench.device)
     synchronize(bench.device)
     start_s = time.perf_counter()
     model = _sharded(blocks, shape, on_device=True)
     synchronize(bench.device)
     took_s = time.perf_counter() - start_s
     shard_bytes = 4 * blocks * shape.numel
-    peak_bytes = 0 if bench.on_cpu else accelerators.allocated_bytes(bench.device)[1]
+    peak_bytes = 0 if bench.on_cpu else device_tools.allocated_bytes(bench.device)[1]
     del model
     start_s = time.perf_counter()
     _sharded(1, shape, on_device=False)
@@ -63,9 +63,9 @@ def right(bench: Bench) -> Iterator[Row]:
     if bench.on_cpu:
         yield impossible("the device's generator", NO_ACCELERATOR)
     else:
-        before = accelerators.random_state(bench.device)
+        before = device_tools.random_state(bench.device)
         _sharded(2, _LITTLE, on_device=True)
-        left = torch.equal(before, accelerators.random_state(bench.device))
+        left = torch.equal(before, device_tools.random_state(bench.device))
         yield correct("the device's generator", left, "left alone" if left else "moved", "left alone")
     wrong = [name for name, tensor in first.items() if not _fits(tensor)]
     yield correct("distributions", not wrong, f"{len(first) - len(wrong)} of {len(first)} tensors", "all", str(wrong))

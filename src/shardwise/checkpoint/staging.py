@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise import accelerators
+from shardwise import accelerators, device_tools
 from shardwise.checkpoint.format.local_tensor import Piece, PieceAtRest, PieceInFewBits, StateAtRest
 from shardwise.errors import UsageError
 from shardwise.files.direct import PAGE_BYTES, huge_page_buffer
@@ -60,7 +60,7 @@ class StagingBuffer:
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # freed first: never both at once
             self._buffer = torch.frombuffer(huge_page_buffer(round_up(nbytes, PAGE_BYTES)), dtype=torch.uint8)
             for device in accelerated:
-                self._unpin = weakref.finalize(self, accelerators.pin(self._buffer, device))
+                self._unpin = weakref.finalize(self, device_tools.pin(self._buffer, device))
         copies: list[Piece] = []
         for piece, start, moves in zip(pieces, starts, moving, strict=True):
             if not moves:

@@ -97,11 +97,11 @@ def train(
 
         return run_under_torchrun(config, overrides, debug)
 
-    from shardwise import accelerators
+    from shardwise import device_tools
     from shardwise.cli.process.launch import launch
     from shardwise.train.run.preflight import check
 
-    return launch(check(loaded, accelerators.count()), debug)
+    return launch(check(loaded, device_tools.count()), debug)
 
 
 @app.command()
@@ -121,12 +121,12 @@ def inspect(
     """Show the units of a model and the memory of each rank; or what a checkpoint holds and whether it is intact."""
     if not what.endswith(".toml"):
         return _inspect_checkpoint(what, overrides or (), quick, tensors)
-    from shardwise import accelerators
+    from shardwise import device_tools
     from shardwise.cli.inspect import table
     from shardwise.train.config.files import load
     from shardwise.train.run.preflight import check
 
-    print(table(check(load(Path(what), overrides or ()), accelerators.count())))
+    print(table(check(load(Path(what), overrides or ()), device_tools.count())))
     return Exit.DONE
 
 

@@ -187,11 +187,11 @@ def _calibrate(options: Options) -> int:
 
         calibrate(options.output, options.quick)
         return Exit.DONE
-    from shardwise import accelerators
+    from shardwise import device_tools
     from shardwise.cli.process.launch import launch_task
     from shardwise.train.run.preflight import DEFAULT_CPU_RANKS, check_devices
 
-    gpus = accelerators.count()
+    gpus = device_tools.count()
     check_devices(options.ranks or 0, gpus)
     _check_writable(options.output)
     task = "calibrate-quick" if options.quick else "calibrate"

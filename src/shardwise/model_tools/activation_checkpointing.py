@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.engine.lookup import require_engine
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
@@ -55,7 +55,7 @@ def checkpoint_units(model: nn.Module, mode: str, copies: Copies | None = None) 
     if not recomputation.every:
         return model
     engine = require_engine(model)
-    if recomputation.offloads and copies is None and accelerators.has_memory(engine.mesh.device):
+    if recomputation.offloads and copies is None and device_tools.has_memory(engine.mesh.device):
         copies = HostCopies(engine.mesh.device)
     offload = ActivationOffload(copies) if recomputation.offloads and copies is not None else None
     for unit in blocks_of(engine.units)[:: recomputation.every]:

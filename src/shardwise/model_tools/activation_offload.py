@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwise import accelerators
+from shardwise import accelerators, device_tools
 from shardwise.layout.flat import round_up
 
 
@@ -31,7 +31,7 @@ class _HostBuffers:
         quarter = 1 << max(0, nbytes.bit_length() - 3)
         free = self._free.get(round_up(nbytes, quarter))
         if not free:
-            memory = accelerators.host_memory(round_up(nbytes, quarter), device)
+            memory = device_tools.host_memory(round_up(nbytes, quarter), device)
             self.nbytes += memory.nbytes
             return memory
         memory, last_used = free.pop()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise import accelerators
+from shardwise import accelerators, device_tools
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.offloaded import gradient_stores, shard_stores
 from shardwise.engine.lookup import require_engine
@@ -71,7 +71,7 @@ def memory(model: nn.Module) -> Memory:
     now, peak = dict(known), dict(known)
     if engine.mesh.device.type != "cpu":
         total = sum(known.values())
-        allocated, most_allocated = accelerators.allocated_bytes(engine.mesh.device)
+        allocated, most_allocated = device_tools.allocated_bytes(engine.mesh.device)
         now["activations"] = max(0, allocated - total)
         peak["activations"] = max(0, most_allocated - total)
     media = _media(engine)

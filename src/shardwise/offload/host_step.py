@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-from shardwise import accelerators
+from shardwise import accelerators, device_tools
 from shardwise.layout.flat import round_up
 from shardwise.offload import host_threads
 from shardwise.offload.media.device_buffers import follow
@@ -114,7 +114,7 @@ class HostStep:
         """Take the step of the parameters that were brought first. `state`, in host memory, is updated."""
         brought_for, brought = self._coming[0]
         assert brought_for is parameters, "portions are stepped in the order in which they are brought"
-        accelerators.wait_for(brought.arrived)
+        device_tools.wait_for(brought.arrived)
         pieces: dict[ShardedParameter, _Staged] = {}
         twins: dict[Tensor, ShardedParameter] = {}
         for parameter in parameters:
@@ -154,7 +154,7 @@ class HostStep:
         piece = tensor.peek()  # on a disk, or somebody holds a view of its buffer on the device
         host = torch.empty(piece.shape, dtype=piece.dtype)
         host.copy_(piece, non_blocking=True)
-        accelerators.wait_for(accelerators.current_stream(self._device).record_event())
+        device_tools.wait_for(accelerators.current_stream(self._device).record_event())
         return _Staged(host.data, piece)
 
     def _send_back(self, written: Mapping[ShardedParameter, _Staged]) -> None:
@@ -182,12 +182,12 @@ class HostStep:
         if len(self._free) + len(self._coming) < _BUFFERS:
             return self._new_buffer()
         buffer, used = self._free.popleft()
-        accelerators.wait_for(used)
+        device_tools.wait_for(used)
         return buffer if buffer.nbytes >= nbytes else self._new_buffer()
 
     def _new_buffer(self) -> Tensor:
         if self._pins:
-            return accelerators.host_memory(self._buffer_bytes, self._device)
+            return device_tools.host_memory(self._buffer_bytes, self._device)
         return torch.empty(self._buffer_bytes, dtype=torch.uint8)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise import accelerators
+from shardwise import accelerators, device_tools
 from shardwise.errors import ConfigError
 from shardwise.files.direct import PAGE_BYTES
 from shardwise.layout.flat import round_up
@@ -62,7 +62,7 @@ def probe(optimizer: Optimizer, group: int, dtype: torch.dtype, device: torch.de
     stand_in.grad = torch.zeros(2, dtype=dtype, device=device)
     selected = [[stand_in] if number == group else [] for number in range(len(optimizer.param_groups))]
     state: dict[Any, dict[str, Any]] = defaultdict(dict)
-    with accelerators.seeded(accelerators.CPU, 0), accelerators.seeded(device, 0):
+    with device_tools.seeded(accelerators.CPU, 0), device_tools.seeded(device, 0):
         step_some(optimizer, selected, state)
     return {
         name: value.dtype

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shardwise import accelerators
+from shardwise import accelerators, device_tools
 from shardwise.sharded.parameter import ShardedParameter, local_of, piece_in
 
 
@@ -32,7 +32,7 @@ def pieces_of(tensors: Sequence[Tensor]) -> Iterator[HeldPieces]:
     if not isinstance(first, ShardedParameter) or home is None or not home.host_computes:
         yield HeldPieces([local_of(tensor) for tensor in tensors], on_host=False)
         return
-    accelerators.wait_for(accelerators.current_stream(first.stored_device).record_event())  # other operands are there
+    device_tools.wait_for(accelerators.current_stream(first.stored_device).record_event())  # other operands are there
     with home.at_rest() as flat:
         if flat is None:
             yield HeldPieces([local_of(tensor) for tensor in tensors], on_host=False)

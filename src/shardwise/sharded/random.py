@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.errors import NotOnPiecesError
 from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations
 
@@ -69,11 +69,11 @@ class _Generator:
     @property
     def state(self) -> Tensor:
         """The generator's state: bytes, on the CPU."""
-        return accelerators.random_state(self._device) if self._given is None else self._given.get_state()
+        return device_tools.random_state(self._device) if self._given is None else self._given.get_state()
 
     def set(self, state: Tensor) -> None:
         """Set the generator's state."""
         if self._given is None:
-            accelerators.set_random_state(self._device, state)
+            device_tools.set_random_state(self._device, state)
         else:
             self._given.set_state(state)

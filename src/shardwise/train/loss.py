@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.errors import UserError
 from shardwise.plan.models.transformers_models import without_cache
 from shardwise.train.data.batches import IGNORED, MicroBatch
@@ -48,7 +48,7 @@ class DeviceBatch(NamedTuple):
     @classmethod
     def of(cls, batch: MicroBatch, device: torch.device) -> DeviceBatch:
         """Copy a micro-batch to a device without waiting for the copy. Does not communicate."""
-        input_ids, labels = (accelerators.sent(torch.from_numpy(array), device) for array in batch)
+        input_ids, labels = (device_tools.sent(torch.from_numpy(array), device) for array in batch)
         return cls(input_ids, labels, batch.target_tokens)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.checkpoint.pretrained import blank_for
 from shardwise.errors import ConfigError, UserError
 from shardwise.hub import local, shown
@@ -238,7 +238,7 @@ class Trainer:
     def _check_saves(self) -> None:
         offload = self.config.offload
         elsewhere = next((key for key in ("params", "optimizer") if getattr(offload, key) == "cpu"), None)
-        if elsewhere is not None and self.config.checkpoint.asynchronous and accelerators.has_memory(self.ranks.device):
+        if elsewhere is not None and self.config.checkpoint.asynchronous and device_tools.has_memory(self.ranks.device):
             raise ConfigError(
                 f'checkpoint.asynchronous with offload.{elsewhere} = "cpu": the next step would overwrite what '
                 "is being saved; set checkpoint.asynchronous = false"
@@ -262,7 +262,7 @@ class Trainer:
                 f"the checkpoints in {directory.checkpoints} were removed while the run started: start it again"
             )
         self._go_on(resumed)
-        accelerators.reset_peak(self.ranks.device)  # the peak must not include memory used to build the model
+        device_tools.reset_peak(self.ranks.device)  # the peak must not include memory used to build the model
         with self.interruption.heard(), checkpoints.finished(self.model), ExitStack() as stack:
             with self.ranks.together():
                 writer = None
@@ -433,8 +433,8 @@ class Trainer:
                 lr=lr,
                 tokens=self.ranks.world_size * sum(batch.input_ids.size for batch in batches),
                 target_tokens=target_tokens,
-                nll=accelerators.fetched(nll),
-                grad_norm=(lambda: None) if grad_norm is None else accelerators.fetched(grad_norm),
+                nll=device_tools.fetched(nll),
+                grad_norm=(lambda: None) if grad_norm is None else device_tools.fetched(grad_norm),
                 memory={kind: peak.get(kind) for kind in KINDS},
             )
         )

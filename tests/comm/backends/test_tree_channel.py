@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwise.comm.backends.tree_channel import CHILDREN, TreeChannel
+from shardwise.comm.backends.tree import CHILDREN
+from shardwise.comm.backends.tree_channel import TreeChannel
 from shardwise.errors import CollectiveTimeout, MismatchError
 
 LABELS = {1: "the end of a forward", 2: "the end of a backward"}

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.errors import DifferentModelsError, LayoutError
 from shardwise.modules.deferred_init.builder import record
 from shardwise.modules.deferred_init.materialize import left_blank
@@ -433,7 +433,7 @@ def test_every_operation_runs_on_the_device(monkeypatch: pytest.MonkeyPatch) -> 
         seeds.append((device, seed))
         yield
 
-    monkeypatch.setattr(accelerators, "seeded", seeded)
+    monkeypatch.setattr(device_tools, "seeded", seeded)
     # The method asks for the driver before it comes to fake tensors; the operation does not.
     monkeypatch.setattr(Tensor, "copy_", copied)
     model = on_meta(Accelerated)

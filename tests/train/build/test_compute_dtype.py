@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.checkpoint.format import training_json
 from shardwise.train.build import compute_dtype
 from shardwise.train.config.files import load
@@ -31,7 +31,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settled(device: torch.device, *overrides: str, has_bf16: bool = True) -> tuple[str | None, str]:
-    with mock.patch.object(accelerators, "computes_in_bf16", return_value=has_bf16 and device.type != "cpu"):
+    with mock.patch.object(device_tools, "computes_in_bf16", return_value=has_bf16 and device.type != "cpu"):
         config = load("tiny.toml", overrides)
         saved = Checkpoints(RunDirectory(config.run_directory).checkpoints, config.checkpoint, Ranks(0, 1, device))
         config, words = compute_dtype.settle(config, device, saved.peek())
@@ -75,7 +75,7 @@ def test_a_run_takes_what_was_settled(capsys: pytest.CaptureFixture[str]) -> Non
     """On a CPU that claims to compute in bf16, losses are those of a run whose configuration names bf16."""
     run_alone("log.name=named", "parallel.param_dtype=bf16", "train.steps=2", *SAVING)
     capsys.readouterr()
-    with mock.patch.object(accelerators, "computes_in_bf16", return_value=True):
+    with mock.patch.object(device_tools, "computes_in_bf16", return_value=True):
         run_alone("log.name=open", "train.steps=2", *SAVING)
     assert "computed with in bf16, the fastest dtype" in "".join(capsys.readouterr().out.splitlines()[:3])
     assert losses("open") == losses("named")

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.errors import MeshError, PeerError
 from shardwise.train.process.interruption import Interrupted
 from shardwise.train.process.ranks import Ranks, started
@@ -49,8 +49,8 @@ def meet(identities: list[str | None], hosts: list[str]) -> None:
     rank = torch.distributed.get_rank()
     device = torch.device("xpu", 0)
     with (
-        mock.patch.object(accelerators, "of_local_rank", return_value=device),
-        mock.patch.object(accelerators, "identity", return_value=identities[rank]),
+        mock.patch.object(device_tools, "of_local_rank", return_value=device),
+        mock.patch.object(device_tools, "identity", return_value=identities[rank]),
         mock.patch("socket.gethostname", return_value=hosts[rank]),
         started() as ranks,
     ):

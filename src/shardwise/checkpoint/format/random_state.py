@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise import accelerators
+from shardwise import device_tools
 
 
 def capture(device: torch.device) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def capture(device: torch.device) -> dict[str, Any]:
     if _numpy_is_usual():
         states["numpy"] = _numpy_state()
     if device.type != "cpu":
-        states[device.type] = _encode(accelerators.random_state(device))
+        states[device.type] = _encode(device_tools.random_state(device))
     return states
 
 
@@ -36,7 +36,7 @@ def restore(states: Mapping[str, Any], device: torch.device) -> None:
         name, words, *rest = states["numpy"]
         np.random.set_state((name, _decode(words).view(torch.uint32).numpy(), *rest))
     if device.type != "cpu" and device.type in states:
-        accelerators.set_random_state(device, _decode(states[device.type]))
+        device_tools.set_random_state(device, _decode(states[device.type]))
 
 
 def _python_state() -> list[Any]:

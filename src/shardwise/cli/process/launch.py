@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.cli.process import report
 from shardwise.cli.process.exit import Exit
 from shardwise.cli.process.standard_streams import outlive_readers
@@ -116,7 +116,7 @@ def _environment(ranks: int, port: int, directory: Path) -> dict[str, str]:
         report.ENVIRONMENT: str(directory),
         report.LAUNCHER: str(os.getpid()),
     }
-    if not accelerators.count():
+    if not device_tools.count():
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # else each rank has a thread per core
         variables |= malloc_settings(os.environ)
     return variables

@@ -72,12 +72,12 @@ def run_under_torchrun(path: Path, overrides: Sequence[str], debug: bool) -> Exi
 
 
 def _train(path: Path, overrides: Sequence[str] = ()) -> None:
-    from shardwise import accelerators
+    from shardwise import device_tools
     from shardwise.train import trainer
     from shardwise.train.config.files import load
     from shardwise.train.run.preflight import check_devices_of_rank
 
-    check_devices_of_rank(int(os.environ["LOCAL_WORLD_SIZE"]), accelerators.count())
+    check_devices_of_rank(int(os.environ["LOCAL_WORLD_SIZE"]), device_tools.count())
     trainer.run(load(path, overrides).for_ranks(int(os.environ["WORLD_SIZE"])))
 
 

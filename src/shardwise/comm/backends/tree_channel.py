@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from shardwise.comm.backends.signature import in_words, mismatch, sign
+from shardwise.comm.backends.tree import CHILDREN, children_of, parent_of
 from shardwise.comm.channel import store_of, timeout_s
 from shardwise.comm.protocol import Combine
 from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError
@@ -32,27 +33,6 @@ _TOKEN_BYTES = 16
 _CONNECT_S = 5.0
 """Timeout in seconds for connecting to one address of a parent."""
 _FRAME = struct.Struct("<Bqqq")
-CHILDREN = 8
-"""Greatest number of children of a rank: four levels for 4,000 ranks."""
-
-
-def parent_of(rank: int) -> int:
-    """Return the rank that a rank reports to; a negative number for rank 0, which has no parent."""
-    return (rank - 1) // CHILDREN
-
-
-def children_of(rank: int, world_size: int) -> range:
-    """Return the ranks that report to a rank."""
-    return range(CHILDREN * rank + 1, min(CHILDREN * (rank + 1) + 1, world_size))
-
-
-def levels(ranks: int) -> int:
-    """Return the number of consecutive messages from the last rank to rank 0."""
-    count, rank = 0, ranks - 1
-    while rank > 0:
-        rank = parent_of(rank)
-        count += 1
-    return count
 
 
 class _FrameKind(IntEnum):

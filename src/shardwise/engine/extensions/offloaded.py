@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.all_gather import ExtendedGroup
 from shardwise.engine.extensions.few_bits import BlockGroup
@@ -211,7 +211,7 @@ def stores_for(offload: Offload | None, device: torch.device) -> Stores:
     if offload is None:
         return Stores()
 
-    is_apart = accelerators.has_memory(device)
+    is_apart = device_tools.has_memory(device)
 
     def medium(place: str | None, what: str, reaches_device: bool = is_apart) -> Medium | None:
         if place == "nvme":

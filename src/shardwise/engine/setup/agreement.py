@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import DifferentModelsError
@@ -57,7 +57,7 @@ def agree_on_init(on_device: bool, mesh: Mesh) -> None:
     """
     if mesh.is_dry:
         return
-    name = "CPU" if mesh.device.type == "cpu" else accelerators.name(mesh.device)
+    name = "CPU" if mesh.device.type == "cpu" else device_tools.name(mesh.device)
     drawn = f"on its device ({name})" if on_device else "as the unsharded build does"
     lowest, highest = _extremes(torch.tensor([_digest(drawn)], dtype=torch.int64, device=mesh.device), mesh)
     if not torch.equal(lowest, highest):

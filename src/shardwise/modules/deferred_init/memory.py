@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise import accelerators
+from shardwise import accelerators, device_tools
 from shardwise.modules.deferred_init.op import Op, View
 
 
@@ -70,7 +70,7 @@ class RealStorages:
             kwargs["device"] = self.device
         if seed is not None and "generator" in kwargs:
             kwargs["generator"] = None  # the device's default, not the recorded CPU generator
-        with nullcontext() if seed is None else accelerators.seeded(self.device, seed):
+        with nullcontext() if seed is None else device_tools.seeded(self.device, seed):
             out = op.func(*args, **kwargs)
         of_constants = any(isinstance(leaf, Tensor) for leaf in tree_leaves((op.args, op.kwargs)))
         results = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]

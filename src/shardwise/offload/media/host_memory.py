@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from shardwise import accelerators
+from shardwise import accelerators, device_tools
 from shardwise.errors import UsageError
 from shardwise.files.direct import huge_page_buffer
 from shardwise.offload.media.device_buffers import DeviceBuffers, follow
@@ -145,7 +145,7 @@ class HostMemory:
         for stream in (self._inward, self._outward):
             current.wait_event(stream.record_event())
         if piece.device.type == "cpu":
-            accelerators.wait(self._device)
+            device_tools.wait(self._device)
 
     def settle(self) -> None:
         """See `Medium`. Later transfers wait for what the current stream and the host have written."""
@@ -157,7 +157,7 @@ class HostMemory:
         """See `Medium`."""
         for copied in (self._written.get(start), self._read.get(start)):
             if copied is not None:
-                accelerators.wait_for(copied)
+                device_tools.wait_for(copied)
         index = bisect_right(self._starts, start) - 1
         offset = start - self._starts[index]
         memory = self._segments[index].memory[offset : offset + nbytes]

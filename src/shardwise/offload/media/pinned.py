@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.errors import UsageError
 
 
@@ -38,7 +38,7 @@ class Pinned:
 
 def _pin(memory: Tensor, device: torch.device, what: str) -> Callable[[], object]:
     try:
-        return accelerators.pin(memory, device)
+        return device_tools.pin(memory, device)
     except RuntimeError as error:
         raise UsageError(
             f"offload: {memory.nbytes} bytes of host memory for this rank's {what} cannot be pinned "
@@ -51,6 +51,6 @@ def _nothing() -> None:
 
 
 def _give_back(unpin: Callable[[], object], memory: Tensor, device: torch.device) -> None:
-    accelerators.wait(device)
+    device_tools.wait(device)
     unpin()
     del memory

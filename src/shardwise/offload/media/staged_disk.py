@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise import accelerators
+from shardwise import accelerators, device_tools
 from shardwise.errors import UsageError
 from shardwise.offload.media.device_buffers import DeviceBuffers, follow
 from shardwise.offload.media.disk import Disk, OnThread
@@ -310,7 +310,7 @@ def _await(earlier: list[OnThread], copied: torch.Event | None, device: torch.de
     for job in earlier:
         job.end()
     if copied is not None:
-        accelerators.wait_on_thread(copied, device)
+        device_tools.wait_on_thread(copied, device)
 
 
 def _give_back(stage: _Stage, earlier: list[OnThread], device: torch.device) -> None:

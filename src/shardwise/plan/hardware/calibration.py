@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.comm.protocol import BufferKind, Collectives, FlatSpan, Reduction
 from shardwise.comm.select import collectives_for
 from shardwise.plan.hardware.devices import Figure, Hardware, Measured, Points, device_names, find_device
@@ -124,7 +124,7 @@ class _Stopwatch:
         return tuple(sorted(found))
 
     def _synchronize(self) -> None:
-        accelerators.wait(self.device)
+        device_tools.wait(self.device)
 
 
 def _rates(times: Points) -> Points:
@@ -272,8 +272,8 @@ def _describe(device: torch.device, measured: Measured, ranks: int) -> Hardware:
     best = {dtype: Figure(max(rate for _, rate in points), source) for dtype, points in measured.matmul.items()}
     bandwidth = Figure(max(rate for _, rate in measured.memory), source)
     if device.type != "cpu":
-        known = find_device(packaged_name(accelerators.name(device)))
-        usable = Figure(float(accelerators.total_bytes(device)), source)
+        known = find_device(packaged_name(device_tools.name(device)))
+        usable = Figure(float(device_tools.total_bytes(device)), source)
         return replace(known, usable_bytes=usable, matmul_flops=best, measured=measured)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     share = Figure(float(_host_bytes() // local_ranks), source, f"1/{local_ranks} of this machine's memory")

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shardwise.comm.backends.tree_channel import levels
+from shardwise.comm.backends.tree import levels
 from shardwise.plan.dry_run.recording import (
     Collective,
     Exchange,

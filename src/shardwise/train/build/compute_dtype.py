@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.train.config.schema import Config
 
 
@@ -30,7 +30,7 @@ def settle(config: Config, device: torch.device, saved: Mapping[str, Any] | None
     stored = config.model.dtype
     if saved is not None:
         chosen, why = saved.get("param_dtype") or stored, "as in the checkpoint"
-    elif stored == "fp32" and accelerators.computes_in_bf16(device):
+    elif stored == "fp32" and device_tools.computes_in_bf16(device):
         chosen, why = "bf16", "the fastest dtype of this device"
     else:
         chosen, why = stored, "the dtype in which they are stored"

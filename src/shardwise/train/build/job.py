@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.hardware.calibration import packaged_name
 from shardwise.plan.hardware.devices import Hardware, find_device, with_usable_bytes
@@ -72,4 +72,4 @@ def hardware_here(config: Config, device: torch.device) -> Hardware:
         return find_device(config.parallel.hardware)
     if device.type == "cpu":
         return find_device("cpu")
-    return with_usable_bytes(find_device(packaged_name(accelerators.name(device))), accelerators.total_bytes(device))
+    return with_usable_bytes(find_device(packaged_name(device_tools.name(device))), device_tools.total_bytes(device))

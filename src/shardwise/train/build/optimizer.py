@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise import accelerators
+from shardwise import device_tools
 from shardwise.optim.adamw_8bit import AdamW8bit
 from shardwise.optim.adamw_bf16 import AdamWBF16
 from shardwise.optim.whole_matrix import whole_matrix
@@ -29,7 +29,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         {"params": [item for item in trainable if item[1].ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    fused = all(accelerators.has_fused_adamw(parameter.device) for _, parameter in trainable)
+    fused = all(device_tools.has_fused_adamw(parameter.device) for _, parameter in trainable)
     adamw: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": fused}
     if config.optimizer == "muon":
         return whole_matrix(

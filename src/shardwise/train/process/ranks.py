@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # imported while there is a group, its functions' defaults would keep the group
 
-from shardwise import accelerators
+from shardwise import accelerators, device_tools
 from shardwise.comm.backends.tree_channel import TreeChannel, channel_of
 from shardwise.comm.protocol import Combine
 from shardwise.errors import MeshError
@@ -147,7 +147,7 @@ def _refuse_shared_device(ranks: Ranks) -> None:
     schedulers arrange it, no rank can tell alone whether another rank has the same one; two ranks on one device would
     hang in the first collective, or be refused by it."""
     owners: dict[tuple[str, str], int] = {}
-    for rank, (host, identity) in enumerate(ranks.hear((socket.gethostname(), accelerators.identity(ranks.device)))):
+    for rank, (host, identity) in enumerate(ranks.hear((socket.gethostname(), device_tools.identity(ranks.device)))):
         if identity is None:
             continue
         owner = owners.setdefault((host, identity), rank)
@@ -171,4 +171,4 @@ def _part() -> None:
 
 def device_here() -> torch.device:
     """Return this process's accelerator, which becomes the current device, or else the CPU."""
-    return accelerators.of_local_rank(int(os.environ.get("LOCAL_RANK", "0")))
+    return device_tools.of_local_rank(int(os.environ.get("LOCAL_RANK", "0")))
