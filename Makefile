@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -c constraints.txt
 # Some images set it. Every rank and every command would then compile the package anew: a second of processor time each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-integrations train test test-slow test-integrations test-torch gpu lint clean
+.PHONY: setup setup-integrations train check test test-slow test-integrations test-torch gpu lint clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,12 @@ train: $(RUN_STAMP)
 # (its issues 1323, 1327 and 1378).
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 WHOLE := $(PYTEST) -n 3 --durations 25 --ignore tests/integrations
+
+# In less than a minute, while you work on the engine: what it and the layers below it need no ranks for.
+WITHOUT_RANKS := $(addprefix tests/,layout policy comm files sharded engine modules optim test_layers.py test_first_reading.py)
+
+check: setup
+	$(PYTEST) -n 2 -m "not slow and not ranks" $(WITHOUT_RANKS)
 
 test: setup
 	$(WHOLE) -m "not slow"

@@ -52,6 +52,9 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {TESTS / name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(LONGEST)))
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("ranks")
 
 
 @pytest.fixture(scope="session")

@@ -231,5 +231,5 @@ def test_a_forward_that_returns_nothing_where_an_error_is_handled() -> None:
     try:
         raise StopIteration
     except StopIteration:
-        with mock.patch.object(type(require_engine(model).control), "abandon", interrupt):
+        with mock.patch.object(type(require_engine(model).log), "abandon", interrupt):
             model(X)
