@@ -58,6 +58,7 @@ _ATTACHED = {
         "engine.extensions.autocast:attach",
         "engine.extensions.failed_backwards:attach",
         "engine.extensions.frozen_parameters:attach",
+        "engine.extensions.gathered_parameters:attach",
         "engine.extensions.interrupts:attach",
         "engine.extensions.late_parameters:attach",
         "engine.extensions.manual_unshard:attach",
@@ -65,6 +66,19 @@ _ATTACHED = {
     "saved tensors": (
         "engine.extensions.manual_unshard:handle_of",
         "engine.extensions.subclass_wrappers:handle_of",
+    ),
+    "sharded parameters": tuple(
+        f"sharded.extensions.{module}:attach"
+        for module in (
+            "read_whole",
+            "random_fill",
+            "loss_scaling",
+            "reductions",
+            "unit_gather",
+            "dcp_chunks",
+            "dtensor_names",
+            "conversions",
+        )
     ),
 }
 """By seam of the engine: what it asks or calls there."""

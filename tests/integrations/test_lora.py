@@ -23,7 +23,7 @@ from shardwise.cli.app import run as command
 from shardwise.errors import CheckpointError, ConfigError, LayoutError, UsageError
 from shardwise.model_tools.merging import merge_adapter
 from shardwise.modules.linear_weights import linear_weights
-from shardwise.sharded.blocks import BLOCK_NUMEL, Coder, block_bytes
+from shardwise.sharded.extensions.blocks import BLOCK_NUMEL, Coder, block_bytes
 from shardwise.train import trainer
 from shardwise.train.config.files import load
 from shardwise.train.config.schema import Config, LoraConfig, ModelConfig

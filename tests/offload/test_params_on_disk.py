@@ -29,7 +29,7 @@ from shardwise.offload.media.disk import Disk, OnThread
 from shardwise.offload.resting_state import RestingState
 from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.offload.slice_home import HomeState, SliceHome
-from shardwise.sharded.few_bits import FewBitsParameter
+from shardwise.sharded.extensions.few_bits import FewBitsParameter
 from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
 from tests.offload.test_on_disk import LEAST, amsgrad, go_on, momentum, resident, shared_folder

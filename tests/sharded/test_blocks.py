@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.sharded.blocks import BLOCK_NUMEL, NF4, SCALE_BYTES, Coder, block_bytes
+from shardwise.sharded.extensions.blocks import BLOCK_NUMEL, NF4, SCALE_BYTES, Coder, block_bytes
 
 KINDS = ["nf4", "int8"]
 BITSANDBYTES = (

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.layout.ranges import union
-from shardwise.sharded.dcp_chunks import Box, boxes_of, runs_of
+from shardwise.sharded.extensions.dcp_chunks import Box, boxes_of, runs_of
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

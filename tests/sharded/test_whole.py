@@ -16,8 +16,8 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import UsageError
 from shardwise.model_tools.release import release
-from shardwise.sharded import whole
-from shardwise.sharded.placement import FlatPieces
+from shardwise.sharded.extensions import unit_gather
+from shardwise.sharded.extensions.dtensor_names import FlatPieces
 from tests.engine.rig import Block, Net, adamw, batch, count, on_ranks, recording, same_tensors, seeded, squares
 
 
@@ -45,7 +45,7 @@ def test_in_order_they_cost_one_collective_a_unit() -> None:
         read()
         gathers, others = (after - then for after, then in zip(fetched(engine), before, strict=True))
         assert (gathers, others) == (len(engine.units), 0)
-        assert not any(whole._kept[engine.mesh.shard].values()), "nothing is kept once all was asked for"
+        assert not any(unit_gather._kept[engine.mesh.shard].values()), "nothing is kept once all was asked for"
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
     same_tensors({"": next(model.parameters()).full_tensor()}, {"": seeded(Net).enter.weight})
@@ -62,7 +62,7 @@ def test_out_of_order_they_are_right_and_little_is_kept() -> None:
     names = [name for name, _ in plain.named_parameters()]
     for name in [*reversed(names), *names[::2], *names[:3]]:
         assert torch.equal(model.get_parameter(name).full_tensor(), plain.get_parameter(name)), name
-    kept = whole._kept[engine.mesh.shard]
+    kept = unit_gather._kept[engine.mesh.shard]
     assert {unit.fqn for unit in kept} == {"", "blocks.0"}  # type: ignore[attr-defined]
     model.blocks[0].norm.weight.full_tensor()
     model.blocks[1].norm.weight.full_tensor()

@@ -20,9 +20,9 @@ from shardwise.engine.units.gradients import Fate
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.offload.step import step_with_stores
+from shardwise.sharded.extensions.partial_step import Selected, by_owner
 from shardwise.sharded.in_backward import hooks_run
 from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.partial_step import Selected, by_owner
 
 Clip = Callable[[Sequence[ShardedParameter]], object]
 """Scales the gradients of one unit's parameters. Every rank must call it."""

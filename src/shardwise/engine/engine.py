@@ -40,7 +40,6 @@ from shardwise.modules.trees import cast_tensors, exchange_tensors, mark_first_i
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
 from shardwise.registry import registered
-from shardwise.sharded import whole
 
 SEAM = "engine"
 """Functions that are called with each engine when it has its units, to attach what modules outside the core add."""
@@ -393,7 +392,6 @@ class Engine:
         if unit is self.root:
             self._ahead_of_backward = 0
         if torch.is_grad_enabled():  # else a rank may be evaluating alone
-            whole.forget(self.units)  # on every rank
             self.reducer.steps.check()
         for hook in self.hooks.begin_step:
             hook()

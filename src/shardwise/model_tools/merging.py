@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import UsageError
 from shardwise.modules.adapters import is_of_parameter, layers_of, low_rank, only_adapter, wrapped_by
-from shardwise.sharded.few_bits import FewBitsParameter
+from shardwise.sharded.extensions.few_bits import FewBitsParameter
 from shardwise.sharded.parameter import ShardedParameter
 
 

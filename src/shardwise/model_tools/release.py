@@ -10,7 +10,7 @@ from shardwise.engine.extensions.offloaded import gradient_stores, shard_stores
 from shardwise.engine.lookup import engines_of, units_at
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
-from shardwise.sharded.whole import forget
+from shardwise.sharded.extensions.unit_gather import forget
 
 
 def release(model: nn.Module) -> None:

@@ -20,8 +20,8 @@ from shardwise import accelerators, device_tools
 from shardwise.layout.flat import round_up
 from shardwise.offload import host_threads
 from shardwise.offload.media.device_buffers import follow
+from shardwise.sharded.extensions.partial_step import step_view, view_of
 from shardwise.sharded.parameter import ShardedParameter, piece_in
-from shardwise.sharded.partial_step import step_view, view_of
 
 State = dict[ShardedParameter, dict[str, Any]]
 

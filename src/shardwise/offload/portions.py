@@ -15,8 +15,8 @@ from shardwise import accelerators, device_tools
 from shardwise.errors import ConfigError
 from shardwise.files.direct import PAGE_BYTES
 from shardwise.layout.flat import round_up
+from shardwise.sharded.extensions.partial_step import step_some
 from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.partial_step import step_some
 from shardwise.sharded.placement import Placement
 
 BUFFERS = 4

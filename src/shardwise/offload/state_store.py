@@ -24,8 +24,8 @@ from shardwise.offload.portions import BUFFERS, Kept, Portion, portions_of, ring
 from shardwise.offload.resting_state import RestingState
 from shardwise.offload.shard_store import have_read_ahead
 from shardwise.offload.state_room import StateRoom
+from shardwise.sharded.extensions.partial_step import step_some
 from shardwise.sharded.parameter import Owner, ShardedParameter
-from shardwise.sharded.partial_step import step_some
 
 State = dict[ShardedParameter, dict[str, Any]]
 

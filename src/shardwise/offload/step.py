@@ -14,8 +14,8 @@ from shardwise.offload.shard_store import BUFFERS, homes_for_step
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.stores import of_owner
 from shardwise.offload.together import together
+from shardwise.sharded.extensions.partial_step import by_owner, step_some
 from shardwise.sharded.parameter import Home, ShardedParameter
-from shardwise.sharded.partial_step import by_owner, step_some
 
 _STEP = "the optimizer's step"
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import UsageError
 from shardwise.offload.step import step_with_stores
-from shardwise.sharded.partial_step import hollow
+from shardwise.sharded.extensions.partial_step import hollow
 
 _HANDLE = "_shardwise_offload_hook"
 

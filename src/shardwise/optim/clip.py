@@ -13,8 +13,8 @@ from shardwise.engine.backward_steps import BackwardSteps
 from shardwise.engine.lookup import steps_in_backward
 from shardwise.errors import UsageError
 from shardwise.sharded.at_rest import pieces_of
+from shardwise.sharded.norms import global_norms
 from shardwise.sharded.parameter import ShardedParameter, outer_face, slice_by_slice
-from shardwise.sharded.reductions import global_norms
 
 
 @torch.no_grad()

@@ -20,8 +20,8 @@ from shardwise.offload.shard_store import ShardStore
 from shardwise.offload.stores import attach, of_owner
 from shardwise.optim.clip import clip as clip_parameters
 from shardwise.optim.whole_matrix import WholeMatrixOptimizer
+from shardwise.sharded.extensions.partial_step import by_owner, hollow
 from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.partial_step import by_owner, hollow
 
 
 def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | None = None) -> None:

@@ -8,7 +8,7 @@ of the global shape, as loading a state_dict does. No communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch._ops import OpOverload
 
 from shardwise.errors import NotOnPiecesError, UsageError
 from shardwise.sharded.at_rest import pieces_of
-from shardwise.sharded.in_backward import are_in_backward, refuse_penalty
 from shardwise.sharded.parameter import (
     Handler,
     ShardedParameter,
@@ -48,7 +47,7 @@ def handler(func: OpOverload) -> Handler | None:
     if name in _FUSED or (name.startswith("aten::_foreach_") and name not in _NOT_FOREACH):
         return _OnLists(func)
     if (torch.Tag.pointwise in func.tags and name != "aten::equal") or name in _UNTAGGED:
-        return _Elementwise(func)
+        return Elementwise(func)
     return None
 
 
@@ -69,20 +68,24 @@ def _as_complex(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
     return ShardedParameter(torch.view_as_complex(args[0].local.view(-1, 2)), args[0].placement.as_complex)
 
 
-class _Elementwise:
+class Elementwise:
     """Runs one operation on single tensors. Its schema tells which arguments it writes, by position or keyword."""
+
+    check: ClassVar[Callable[[Elementwise, ShardedParameter, tuple[Any, ...], Mapping[str, Any]], None] | None] = None
+    """Called first, with the first sharded argument and the arguments. Raises where pieces are not enough. An extension
+    may set it."""
 
     def __init__(self, func: OpOverload) -> None:
         arguments = func._schema.arguments
         writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
+        self.name = func._schema.name
         self._positions = [i for i, a in enumerate(arguments) if writes[i] and not a.kwarg_only]
-        self._converts = func._schema.name == "aten::_to_copy"
         self._keywords = [a.name for i, a in enumerate(arguments) if writes[i] and a.kwarg_only]
 
     def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         first = args[0] if args and type(args[0]) is ShardedParameter else first_sharded(args, kwargs)
-        if self._converts or first.is_read or first._origin is not None or torch.is_grad_enabled():
-            self._check_whole(first)
+        if self.check is not None:
+            self.check(first, args, kwargs)
         written = [args[i] for i in self._positions] + [kwargs[name] for name in self._keywords]
         if any(type(target) is not ShardedParameter for target in written):
             _not_into_plain(first.placement, func)
@@ -96,18 +99,8 @@ class _Elementwise:
             return ShardedParameter(result, first.placement)
         return tuple(ShardedParameter(part, first.placement) for part in result)
 
-    def _check_whole(self, first: ShardedParameter) -> None:
-        """Raise NotOnPiecesError if the operation would work on a piece but what follows needs the whole: a conversion
-        in a forward (`head.weight.float()`), one that autograd records there, or the backward formula of one that was
-        computed on the whole."""
-        face = first.face
-        if face is None or face.unit is None or not face.unit.is_running:
-            return
-        if self._converts or first.trains or (face.is_read and are_in_backward()):
-            raise NotOnPiecesError(f"the piece of {face.fqn!r} is not enough here")
 
-
-class _Copy(_Elementwise):
+class _Copy(Elementwise):
     """Runs `copy_`, which also takes a plain tensor of the whole shape: each rank copies its piece of that."""
 
     def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -144,8 +137,6 @@ def _piece(value: Any, first: ShardedParameter, func: OpOverload) -> Any:
         return value.local if value.home is None else value.peek()
     if type(value) in _NUMBERS or not isinstance(value, Tensor):
         return value
-    if are_in_backward():  # a number, too, is this rank's own coefficient
-        refuse_penalty(first.fqn)
     if value.ndim > min(first.ndim, 1) or value.numel() != 1:
         _not_a_number(first.placement, value, func)
     # Among 0-d tensors dtypes promote as equals; a 0-d parameter's piece is 1-D, so its partners must be too.

@@ -1,12 +1,13 @@
-"""The outer face of a parameter: global shape outside, this rank's 1-D piece inside.
+"""A parameter of which each rank holds one 1-D piece: global shape outside, the piece inside.
 
 A wrapper subclass, because optimizers, `state_dict` and torch's checkpoint read `shape`, `ndim` and `numel()` and mean
 the global ones, while the memory is one rank's. Operations fall in three classes, by what they would mean on pieces:
 
 - elementwise (`elementwise.py`): the piece of the result is the result on the pieces; no communication;
-- whole-tensor reductions (`reductions.py`): the local partial results are combined, one collective a call;
-- everything else, which cannot be computed on a piece: in a forward or backward of the model the unit is gathered and
-  the whole computed with; at other times `UsageError`, with the operation, the fqn and the way out.
+- reductions of whole tensors, as norms (`norms.py`): local partial results are combined, one collective a call;
+- everything else, which cannot be computed on a piece: `UsageError`, with the operation, the fqn and the way out.
+
+More operations and methods attach through `register_operations`, `wrap_operations` and `add_methods`.
 """
 
 from __future__ import annotations
@@ -20,15 +21,12 @@ from typing import Any, ClassVar, NoReturn, Protocol, Self
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import NotOnPiecesError, UsageError
 from shardwise.layout.fragment import Fragment
-from shardwise.sharded import dcp_chunks, whole
 from shardwise.sharded.in_backward import refuse_penalty
-from shardwise.sharded.placement import FlatPieces, Placement, device_mesh, flat_pieces
+from shardwise.sharded.placement import Placement, gather_fragments
 
 _stored_dtype: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _stored_device: Callable[[Tensor], torch.device] = Tensor.device.__get__
@@ -56,10 +54,6 @@ class Owner(Protocol):
     def version(self) -> int:
         """Grows whenever its weights are written, on every rank alike."""
 
-    @property
-    def ancestors(self) -> Sequence[Owner]:
-        """The units around it."""
-
     def about_to_step(self) -> None:
         """Called before an optimizer updates the shards. Raises UsageError if gradients still wait to be reduced."""
 
@@ -68,13 +62,6 @@ class Owner(Protocol):
 
     def end_step(self) -> None:
         """Called at the end of an optimizer's step that updates the shards."""
-
-    def take_gradient(self, face: ShardedParameter, grad: Tensor) -> None:
-        """Take this rank's full gradient of an outer face, from an operation that read it. In backward."""
-
-    def whole(self, face: ShardedParameter) -> Tensor | None:
-        """Return the full parameter, in the dtype that modules compute in, for one operation; None if no forward or
-        backward of its model is under way. Every rank must call this."""
 
 
 class Home(Protocol):
@@ -164,13 +151,6 @@ class ShardedParameter(Tensor):
 
     waiting: ShardedParameter | None = None
     """The placeholder for its `.grad` while that waits to be reduced (`waiting.py`), made when it is first needed."""
-
-    is_read: bool = False
-    """Whether operations have read it whole, so that backward formulas do too."""
-    put_off_at: int | None = None
-    """Version of its memory when it got no numbers yet (`deferred_init/put_off.py`): it has none until that changes."""
-    _held_grad: Tensor | None = None
-    """What `.grad` holds otherwise, while autograd puts a read parameter's gradient there."""
     _origin: ShardedParameter | None = None
     """The tensor that this is an alias of."""
     _aliases: Sequence[weakref.ref[ShardedParameter]] = ()
@@ -223,13 +203,6 @@ class ShardedParameter(Tensor):
         return _stored_device(self)
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """The device that computes with it; the meta device while it has no numbers yet."""
-        if self.put_off_at is not None and (self.home or self.local)._version == self.put_off_at:
-            return torch.device("meta")
-        return _stored_device(self)
-
-    @property
     def fqn(self) -> str:
         """Fully qualified name of the parameter that this is, or belongs to."""
         return self.placement.fqn
@@ -247,12 +220,11 @@ class ShardedParameter(Tensor):
     def full_tensor(self) -> Tensor:
         """Return the whole, as a new plain tensor of the global shape. Every rank of the shard group must call this.
 
-        For inspecting a tensor, not for training. A model's parameters that are requested in the order of
-        `named_parameters` cost one collective per unit, and meanwhile the memory of one unit and those around it; a
-        single tensor costs one collective for each rank that has some of it.
+        For inspecting a tensor, not for training. Costs one collective for each rank that has some of the tensor. A
+        model's parameters that are requested in the order of `named_parameters` cost one collective per unit, and
+        meanwhile the memory of one unit and those around it (`extensions/unit_gather.py`).
         """
-        face = self.face
-        return whole.full_tensor(self, face.unit if face is not None and _share_memory(face, self) else None)
+        return gather_fragments(self.placement, self.peek().detach())
 
     def peek(self) -> Tensor:
         """`local`, for those who only read it, or tell of what they write (`elementwise.note_writes`): a slice that
@@ -285,21 +257,21 @@ class ShardedParameter(Tensor):
         self._grad_hooks[handle.id] = hook
         return handle
 
-    def hand_on_gradients(self) -> None:
-        """Pass gradients that autograd computes for this face on to its unit, from now on. Called by the engine."""
+    def hook_own_gradient(self) -> None:
+        """From now on call `take_own_gradient`. Called by the engine."""
         this = weakref.ref(self)  # the garbage collector cannot see through a tensor's hooks
 
-        def aside(grad: Tensor) -> None:
-            face = this()
-            assert face is not None
-            assert face.unit is not None
-            if not face.is_read or isinstance(grad, ShardedParameter):
-                refuse_penalty(face.fqn)
-            face.unit.take_gradient(face, grad)
-            face._held_grad, face.grad = face.grad, None  # autograd would add to `.grad`
+        def take(grad: Tensor) -> None:
+            sharded = this()
+            assert sharded is not None
+            sharded.take_own_gradient(grad)
 
-        super().register_hook(aside)  # type: ignore[no-untyped-call]
-        super().register_post_accumulate_grad_hook(_give_back)  # type: ignore[no-untyped-call]
+        super().register_hook(take)  # type: ignore[no-untyped-call]
+
+    def take_own_gradient(self, grad: Tensor) -> None:
+        """Called in backward with a gradient that autograd computed for the sharded parameter itself, not for the one
+        that modules compute with. Raises UsageError."""
+        refuse_penalty(self.fqn)
 
     def take_grad_hooks(self, parameter: torch.nn.Parameter) -> None:
         """Take over the post-accumulate hooks of `parameter`; their handles still work."""
@@ -318,22 +290,8 @@ class ShardedParameter(Tensor):
     ) -> Any:
         handler = _handlers.get(func)
         if handler is None:
-            found = (find(func) for find in _finders)
-            handler = _handlers[func] = next((each for each in found if each is not None), _refuse)
-        try:
-            return handler(func, args, kwargs or {})
-        except NotOnPiecesError:
-            wholes = None if func._schema.is_mutable else _wholes((args, kwargs or {}))
-            if wholes is None:
-                raise
-        return func(*wholes[0], **wholes[1])
-
-    @property
-    def trains(self) -> bool:
-        """Whether autograd records what a forward of its model does with it, which is then done on the whole."""
-        if not (torch.is_grad_enabled() and self.requires_grad) or self.inner is None:
-            return False
-        return self.unit is not None and self.unit.is_running
+            handler = _handlers[func] = _handler_of(func)
+        return handler(func, args, kwargs or {})
 
     def without_autograd(self) -> Self:
         """Return an alias of the same piece, as `detach()` and `.data` do."""
@@ -373,18 +331,6 @@ class ShardedParameter(Tensor):
             self._aliases = []
             self.copy_(value)
 
-    def __create_write_items__(self, fqn: str, object: object) -> list[Any]:  # noqa: A002 - torch's name
-        """Called by `torch.distributed.checkpoint.save`."""
-        return dcp_chunks.write_items(self.placement, self.peek(), fqn)
-
-    def __create_chunk_list__(self) -> list[Any]:
-        """Called by `torch.distributed.checkpoint.load`, which writes to this rank's piece next."""
-        return dcp_chunks.chunks_to_load(self.placement, self.peek())
-
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """Return the part of the piece at `index.offset`. Called by both."""
-        return dcp_chunks.view_at(self.placement, self.local, None if index.offset is None else tuple(index.offset))
-
     def __repr__(self) -> str:  # type: ignore[override]
         piece = self.fragment
         return (
@@ -392,90 +338,13 @@ class ShardedParameter(Tensor):
             f"device={self.device}, local=[{piece.start}:{piece.stop}], requires_grad={self.requires_grad})"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        """Copy this rank's piece of a gradient, of optimizer state or of a state_dict's handle; the copy has the same
-        placement. No communication. Raises UsageError for a model's parameter: no unit would gather the copy."""
-        if self.unit is not None:
-            self._no(
-                "copy.deepcopy",
-                "copy.deepcopy the whole sharded model or its state_dict(), or clone() this rank's piece",
-            )
-        piece = self.peek().detach().clone()
-        copied = ShardedParameter(piece, self.placement, self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
-            copied._is_param = True
-        memo[id(self)] = copied
-        return copied
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._no("pickling (torch.save)", _SAVE)
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Raises UsageError."""
-        self._no("numpy()", _LOOK)
-
-    def tolist(self) -> NoReturn:
-        """Raises UsageError."""
-        self._no("tolist()", _LOOK)
-
-    def __array__(self, dtype: object = None) -> NoReturn:
-        self._no("conversion to a numpy array", _LOOK)
-
-    def __dlpack__(self, **_: object) -> NoReturn:
-        self._no("conversion by DLPack", _LOOK)
-
-    def apply_(self, callable: Any) -> NoReturn:  # noqa: A002 - torch's name
-        """Raises UsageError: torch would write to memory that the wrapper does not have."""
-        self._no("apply_()", ".local.apply_() writes this rank's piece (on every rank)")
-
-    def share_memory_(self) -> NoReturn:
-        """Raises UsageError: torch would share memory that the wrapper does not have."""
-        self._no("share_memory_()", "share the tensors that sw.full_state_dict(model) returns")
-
-    def data_ptr(self) -> NoReturn:
-        """Raises UsageError."""
-        self._no("data_ptr()", _ADDRESS)
-
-    def storage(self) -> NoReturn:
-        """Raises UsageError. Called by safetensors and whatever saves with it."""
-        self._no("storage()", _STORAGE)
-
-    def to_local(self) -> Tensor:
-        """`local`, by DTensor's name."""
-        return self.local
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The ranks that hold pieces, as a mesh of one axis. No communication. Raises UsageError if there is no process
-        group."""
-        return device_mesh(self.placement)
-
-    @property
-    def placements(self) -> tuple[FlatPieces]:
-        """How the ranks of `device_mesh` hold it: in consecutive ranges of the flattened tensor, of any length."""
-        return (flat_pieces(self.placement),)
-
-    def _no(self, operation: str, way_out: str) -> NoReturn:
+    def refuse(self, operation: str, way_out: str) -> NoReturn:
+        """Raise the UsageError for an operation that is not possible."""
         raise UsageError(_refusal(operation, self.fqn, way_out))
 
 
-def _give_back(face: Tensor) -> None:
-    """Restore `.grad`, after autograd has put a gradient there that the face's unit has taken already."""
-    assert isinstance(face, ShardedParameter)
-    face.grad, face._held_grad = face._held_grad, None
-
-
-_SAVE = "call sw.checkpoint.save, or save sw.full_state_dict(model, cpu=True, rank0_only=True) (collective)"
-_STORAGE = (
-    "each rank holds only a piece. To save, make state = sw.full_state_dict(model) on every rank, then call "
-    "safetensors.torch.save_file(state, file) or model.save_pretrained(directory, state_dict=state), PEFT's too, on "
-    "rank 0; or call sw.checkpoint.save on every rank, whose files are safetensors"
-)
-_ADDRESS = (
-    ".local.data_ptr() is the address of this rank's piece. torch.distributed.checkpoint.async_save, which asks for "
-    "it, cannot copy pieces: call torch.distributed.checkpoint.save, or sw.checkpoint.save(asynchronous=True)"
-)
-_LOOK = "use .full_tensor() (collective) for the whole, .local for this rank's piece"
+LOOK = "use .full_tensor() (collective) for the whole, .local for this rank's piece"
+"""The way out for whoever looks at numbers."""
 _ANYTHING_ELSE = (
     "each rank holds only a 1-D piece, and this operation is neither elementwise nor a whole-tensor reduction. To "
     "compute outside the model's forward, call sw.register_forward_method(module, name) for a method, or "
@@ -490,7 +359,7 @@ _GRADIENT_EDGE = (
     "rank's gradient) or register_post_accumulate_grad_hook (the mean over ranks)"
 )
 _WAYS_OUT: dict[str, str] = {
-    "aten::_local_scalar_dense": _LOOK,
+    "aten::_local_scalar_dense": LOOK,
     "aten::_foreach_powsum": "use torch._foreach_norm",
     "aten::permute": f"{_INNER}. {_ANYTHING_ELSE}",
     "aten::view": "each rank holds only a 1-D piece, which has no other shape. Apply weight_norm, pruning and other "
@@ -517,16 +386,12 @@ def _refuse(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     way_out = _RANDOM if random else _WAYS_OUT.get(name, _ANYTHING_ELSE)
     sharded = first_sharded(args, kwargs)
     if name == "aten::view" and tuple(args[1]) == sharded.shape:  # how torch finds where a gradient arrives
-        sharded._no(name.replace("::", "."), _GRADIENT_EDGE)
+        sharded.refuse(name.replace("::", "."), _GRADIENT_EDGE)
     raise NotOnPiecesError(_refusal(name.replace("::", "."), sharded.fqn, way_out))
 
 
 def _refusal(operation: str, fqn: str, way_out: str) -> str:
     return f"{operation} of the sharded parameter {fqn!r} is not possible: {way_out}"
-
-
-def _share_memory(a: ShardedParameter, b: ShardedParameter) -> bool:
-    return a.local is b.local if a.home is None else a.home is b.home
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -555,36 +420,39 @@ def slice_by_slice(lists: Sequence[Sequence[Any]]) -> Iterator[Sequence[int]]:
         yield positions
 
 
-def _wholes(tree: Any) -> Any:
-    """Return a call's arguments with full parameters in place of sharded ones, or None if one cannot be gathered."""
-    missing = False
-
-    def whole(value: Any) -> Any:
-        nonlocal missing
-        if not isinstance(value, ShardedParameter) or missing:
-            return value
-        face = value.face
-        full = None if face is None or face.unit is None else face.unit.whole(face)
-        missing = full is None
-        if face is not None:
-            face.is_read = True
-        return full
-
-    found = tree_map(whole, tree)
-    return None if missing else found
-
-
 Handler = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
 """Runs one operation: `handler(func, args, kwargs)`, as `__torch_dispatch__` is given them."""
 
 Finder = Callable[[OpOverload], Handler | None]
+Wrap = Callable[[OpOverload, Handler], Handler]
 _finders: list[Finder] = []
+_wraps: list[Wrap] = []
 _handlers: dict[OpOverload, Handler] = {}
 """Filled when an operation is first met, so that a call costs one lookup."""
 
 
+def _handler_of(func: OpOverload) -> Handler:
+    found = (find(func) for find in _finders)
+    handler = next((each for each in found if each is not None), _refuse)
+    for wrap in _wraps:
+        handler = wrap(func, handler)
+    return handler
+
+
 def register_operations(find: Finder) -> Finder:
-    """Let the handlers that `find` returns run their operations. Finders are asked in the order of registration; the
-    modules that implement operations register theirs when the package imports them."""
+    """Let the handlers that `find` returns run their operations. Finders are asked in the order of registration."""
+    _handlers.clear()
     _finders.append(find)
     return find
+
+
+def wrap_operations(wrap: Wrap) -> None:
+    """Let `wrap(func, handler)` return what runs each operation in place of its handler."""
+    _handlers.clear()
+    _wraps.append(wrap)
+
+
+def add_methods(**methods: Any) -> None:
+    """Give sharded parameters methods or properties, by name, as other libraries' protocols ask for them."""
+    for name, method in methods.items():
+        setattr(ShardedParameter, name, method)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+import torch
+from torch import Tensor
 
+from shardwise import accelerators
 from shardwise.comm.protocol import Collectives
-from shardwise.errors import UsageError
-from shardwise.layout.flat import Entry, FlatLayout
+from shardwise.layout.flat import FlatLayout
 from shardwise.layout.fragment import Fragment
 
 
@@ -69,68 +69,15 @@ def same_cut(a: Placement, b: Placement) -> bool:
     return a.layout.world_size == 1 or (start_a == start_b and a.layout.shard_numel == b.layout.shard_numel)
 
 
-def cuts_at(placement: Placement, numel: int) -> bool:
-    """Whether every rank's piece of a tensor begins at a multiple of `numel` elements. The same on every rank."""
-    layout = placement.layout
-    start = layout.entries[placement.index].start
-    return layout.world_size == 1 or (start % numel == 0 and layout.shard_numel % numel == 0)
-
-
-def of_blocks(placement: Placement, numel: int) -> Placement:
-    """Return the placement of a tensor with one element for each block of `numel` elements of another tensor, for which
-    `cuts_at` holds. Each element is on the rank that has the block."""
-    layout = placement.layout
-    entry = layout.entries[placement.index]
-    count, start = -(-entry.numel // numel), entry.start // numel
-    if layout.world_size == 1:
-        start, total = 0, count
-    else:
-        total = layout.numel // numel
-    blocks = FlatLayout((Entry(entry.fqn, (count,), start, count),), total, layout.world_size)
-    return Placement(blocks, 0, placement.shard_group, placement.replicas)
-
-
-@dataclass(frozen=True, slots=True)
-class FlatPieces:
-    """How a tensor is cut: rank r of the mesh holds the elements `ranges[r]`, [start, stop), of the flattened tensor.
-
-    Not one of DTensor's placements, which cut whole rows: code that looks for those finds none.
-    """
-
-    ranges: tuple[tuple[int, int], ...]
-    """By rank; many may be empty."""
-
-    def is_shard(self, dim: int | None = None) -> bool:
-        """False: the tensor is not cut along a dim."""
-        return False
-
-    def is_replicate(self) -> bool:
-        """Whether there is one rank."""
-        return len(self.ranges) == 1
-
-    def is_partial(self, reduce_op: str | None = None) -> bool:
-        """False."""
-        return False
-
-
-def flat_pieces(placement: Placement) -> FlatPieces:
-    """Return how a tensor is cut. No communication."""
-    ranks = range(placement.shard_group.world_size)
-    fragments = [placement.layout.fragment(placement.index, rank) for rank in ranks]
-    return FlatPieces(tuple((fragment.start, fragment.stop) for fragment in fragments))
-
-
-def device_mesh(placement: Placement) -> DeviceMesh:
-    """Return a mesh of the shard group's ranks. No communication. Raises UsageError if there is no process group."""
-    return mesh_of(placement.shard_group, placement.fqn)
-
-
-def mesh_of(ranks: Collectives, fqn: str) -> DeviceMesh:
-    """Return a mesh of these ranks. No communication. Raises UsageError, which names `fqn`, if there is no process
-    group."""
-    group = ranks.process_group
-    if group is None and dist.is_initialized() and dist.get_world_size() == 1:
-        group = dist.group.WORLD
-    if group is None or not dist.is_initialized():
-        raise UsageError(f"{fqn!r} is on one rank without a process group, so it has no device_mesh")
-    return DeviceMesh.from_group(group, ranks.device.type, mesh_dim_names=("shard",))
+def gather_fragments(placement: Placement, local: Tensor) -> Tensor:
+    """Return the whole of a tensor of which each rank has its piece `local`. Every rank of the shard group must call
+    this. It is on the device of `local`."""
+    group, own = placement.shard_group, placement.fragment
+    device = group.device if local.device == accelerators.CPU else local.device  # state of a step on the host
+    flat = torch.empty(placement.layout.entries[placement.index].numel, dtype=local.dtype, device=device)
+    flat[own.start : own.stop].copy_(local)
+    for rank in range(group.world_size):
+        piece = placement.layout.fragment(placement.index, rank)
+        if piece.numel:
+            group.broadcast(flat[piece.start : piece.stop], rank)
+    return flat.view(placement.shape).to(local.device)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 
 from shardwise.checkpoint.interchange import dcp_metadata
 from shardwise.errors import CheckpointError
-from shardwise.sharded.dcp_chunks import Box
+from shardwise.sharded.extensions.dcp_chunks import Box
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn)
 

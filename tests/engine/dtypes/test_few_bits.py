@@ -15,8 +15,8 @@ from shardwise.checkpoint.pretrained import blank_for
 from shardwise.engine.extensions.few_bits import BlockGroup
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
-from shardwise.sharded.blocks import BLOCK_NUMEL, Coder, block_bytes
-from shardwise.sharded.few_bits import FewBitsParameter
+from shardwise.sharded.extensions.blocks import BLOCK_NUMEL, Coder, block_bytes
+from shardwise.sharded.extensions.few_bits import FewBitsParameter
 from tests.engine.cases import Case
 from tests.engine.rig import Net, Twins, batch, events, on_ranks, recording, seeded, squares
 from tests.engine.streams import played

@@ -16,8 +16,8 @@ from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.errors import UsageError
 from shardwise.layout.ranges import Range, share
 from shardwise.offload.resting_state import RestingState
-from shardwise.sharded.blocks import BLOCK_NUMEL
-from shardwise.sharded.few_bits import FewBitsParameter
+from shardwise.sharded.extensions.blocks import BLOCK_NUMEL
+from shardwise.sharded.extensions.few_bits import FewBitsParameter
 from shardwise.sharded.parameter import ShardedParameter
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}

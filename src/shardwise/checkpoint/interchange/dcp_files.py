@@ -34,7 +34,7 @@ from shardwise.checkpoint.interchange.nested import Key, dotted, nested_state
 from shardwise.checkpoint.interchange.torch_files import read_stream
 from shardwise.checkpoint.publish import commit
 from shardwise.errors import CheckpointError, UnreadableError
-from shardwise.sharded.dcp_chunks import Box
+from shardwise.sharded.extensions.dcp_chunks import Box
 
 # Reading --------------------------------------------------------------------------------------------------------------
 

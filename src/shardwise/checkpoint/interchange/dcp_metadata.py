@@ -20,7 +20,7 @@ from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.format.safetensors_layout import TORCH_NAMES
 from shardwise.checkpoint.interchange.nested import Key
 from shardwise.errors import CheckpointError
-from shardwise.sharded.dcp_chunks import Box, runs_of
+from shardwise.sharded.extensions.dcp_chunks import Box, runs_of
 
 NAME = ".metadata"
 _RECORDS = {"torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"}

@@ -24,8 +24,8 @@ from shardwise.layout.flat import round_up
 from shardwise.modules.extended import EXTENDED, inner_name
 from shardwise.modules.inner_face import placeholder_of
 from shardwise.modules.site import Site, Values
+from shardwise.sharded.extensions.dtensor_names import mesh_of
 from shardwise.sharded.parameter import SHARDED_FACE
-from shardwise.sharded.placement import mesh_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -11,8 +11,8 @@ from torch import Tensor
 from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Slot
 from shardwise.engine.units.group import ALIGN_BYTES, Dtypes, Group, Versioned
 from shardwise.layout.flat import round_up
-from shardwise.sharded.blocks import BLOCK_NUMEL, Coder, block_bytes
-from shardwise.sharded.few_bits import FewBitsParameter, blocks_of
+from shardwise.sharded.extensions.blocks import BLOCK_NUMEL, Coder, block_bytes
+from shardwise.sharded.extensions.few_bits import FewBitsParameter, blocks_of
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.placement import Placement
 

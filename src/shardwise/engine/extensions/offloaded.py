@@ -30,10 +30,10 @@ from shardwise.offload.slice_home import HomeState, SliceHome
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.stores import Stores
 from shardwise.policy.offload import Offload
-from shardwise.sharded.few_bits import FewBitsParameter
+from shardwise.sharded.extensions.few_bits import FewBitsParameter
+from shardwise.sharded.norms import norms_of_pieces
 from shardwise.sharded.parameter import ShardedParameter, piece_in
 from shardwise.sharded.placement import Placement
-from shardwise.sharded.reductions import norms_of_pieces
 
 
 class OffloadedGradient(GradientShard):

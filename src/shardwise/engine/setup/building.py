@@ -19,7 +19,7 @@ from shardwise.engine.units.group import Dtypes, Group, Original
 from shardwise.engine.units.unit import Unit, UnitSettings
 from shardwise.errors import LayoutError
 from shardwise.modules.deferred_init.materialize import draws_on_device, materialize, on_meta
-from shardwise.modules.deferred_init.put_off import blank_, is_put_off
+from shardwise.modules.deferred_init.put_off import blank_, have_no_numbers, is_put_off
 from shardwise.modules.extended import EXTENDED
 from shardwise.modules.linear_weights import linear_weights
 from shardwise.modules.site import Values
@@ -135,8 +135,7 @@ def _put_off(units: Sequence[tuple[Unit, UnitPlan]], mesh: Mesh) -> None:
             blank = [face for face in group.sharded if face.fqn not in real]
             for face in blank:
                 blank_(face.local)
-            for face in blank:
-                face.put_off_at = group.counter._version
+            have_no_numbers(blank, group.counter)
 
 
 class _SameRandomState:

@@ -23,7 +23,7 @@ from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.modules.site import Site
 from shardwise.offload.stores import attach, of_owner
-from shardwise.sharded.few_bits import FewBitsParameter
+from shardwise.sharded.extensions.few_bits import FewBitsParameter
 
 _DEEPCOPY = "__deepcopy__"
 

@@ -23,9 +23,9 @@ from shardwise.errors import UsageError
 from shardwise.modules.graph_breaks import leave_uncompiled
 from shardwise.offload.step_hook import put_last
 from shardwise.offload.stores import any_offloaded
+from shardwise.sharded.extensions.partial_step import is_view
 from shardwise.sharded.optimizer_state import cut_state
 from shardwise.sharded.parameter import Owner, ShardedParameter, outer_face
-from shardwise.sharded.partial_step import is_view
 from shardwise.sharded.waiting import WaitingGradient
 
 with_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()

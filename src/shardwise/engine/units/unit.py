@@ -172,7 +172,7 @@ class Unit:
             for i, leaf in enumerate(group.leaves):
                 if leaf.requires_grad and id(leaf) not in self._hooked_leaves:
                     self._hooked_leaves.add(id(leaf))
-                    group.sharded[i].hand_on_gradients()
+                    group.sharded[i].hook_own_gradient()
                     group.dtypes.admit_wide_gradient(leaf)
                     leaf.register_post_accumulate_grad_hook(self._gradient_hook((g, i)))
 

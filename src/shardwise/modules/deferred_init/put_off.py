@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.parameter import ShardedParameter, add_methods
 
+_COUNTER = "_shardwise_put_off"
+"""Attribute of a parameter without numbers: what counts writes to its memory, and the count now."""
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
@@ -35,6 +38,35 @@ def is_put_off() -> bool:
     return _inside.get()
 
 
+class Counter(Protocol):
+    """Counts the writes to some memory."""
+
+    @property
+    def _version(self) -> int:
+        """Grows with each write, as a tensor's does."""
+
+
+def have_no_numbers(parameters: Iterable[ShardedParameter], writes: Counter) -> None:
+    """Let parameters report the meta device until their memory, whose writes are counted, is written."""
+    _report_meta()
+    for parameter in parameters:
+        parameter.__dict__[_COUNTER] = (writes, writes._version)
+
+
+@cache
+def _report_meta() -> None:
+    """Let sharded parameters report whether they have numbers. Before some have none torch reports the device, which is
+    faster."""
+
+    def device(parameter: ShardedParameter) -> torch.device:
+        writes, version = parameter.__dict__.get(_COUNTER, (None, None))
+        if writes is not None and writes._version == version:
+            return torch.device("meta")
+        return parameter.stored_device
+
+    add_methods(device=property(device))
+
+
 def blank_(tensor: Tensor) -> Tensor:
     """Fill a tensor with NaN, or with zero if its dtype has no NaN, so that a missing initialisation is noticed."""
     return tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)
@@ -49,7 +81,7 @@ def come(module: nn.Module, empty_like: Callable[[Tensor], Tensor]) -> None:
         held: dict[str, Any] = below._parameters
         for parameter in held.values():
             if isinstance(parameter, ShardedParameter):
-                parameter.put_off_at = None
+                parameter.__dict__.pop(_COUNTER, None)
             elif parameter is not None and parameter.is_meta:  # ignored by sw.shard, which knows it as this object
                 real = nn.Parameter(blank_(empty_like(parameter.detach())), requires_grad=parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, real)

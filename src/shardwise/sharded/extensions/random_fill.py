@@ -20,9 +20,12 @@ from shardwise.errors import NotOnPiecesError
 from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations
 
 
-@register_operations
-def handler(func: OpOverload) -> Handler | None:
-    """Return the handler of `func`, or None unless it fills a tensor with random numbers in place."""
+def attach() -> None:
+    """Let random numbers fill sharded parameters in place."""
+    register_operations(_handler)
+
+
+def _handler(func: OpOverload) -> Handler | None:
     first = func._schema.arguments[0]
     fills = first.name == "self" and first.alias_info is not None and first.alias_info.is_write
     return _fill if fills and torch.Tag.nondeterministic_seeded in func.tags else None

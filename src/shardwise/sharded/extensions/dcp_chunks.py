@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.ranges import Range
-from shardwise.sharded.placement import Placement
+from shardwise.sharded.parameter import ShardedParameter, add_methods
 
 
 class Box(NamedTuple):
@@ -91,21 +91,24 @@ def runs_of(shape: Sequence[int], box: Box) -> Iterator[Range]:
 # torch.distributed.checkpoint -----------------------------------------------------------------------------------------
 
 
-def write_items(placement: Placement, piece: Tensor, fqn: str) -> list[Any]:
-    """Return what this rank saves: torch's `WriteItem`s, one a box. An empty parameter is saved as one empty box, since
-    nothing would name it otherwise.
+def attach() -> None:
+    """Let `torch.distributed.checkpoint` save and load sharded parameters: these are the methods that it calls."""
+    add_methods(
+        __create_write_items__=_create_write_items,
+        __create_chunk_list__=_create_chunk_list,
+        __get_tensor_shard__=_get_tensor_shard,
+    )
 
-    Args:
-        placement: of the piece.
-        piece: 1-D, this rank's.
-        fqn: the parameter's name in the state_dict.
-    """
+
+def _create_write_items(sharded: ShardedParameter, fqn: str, object: object) -> list[Any]:  # noqa: A002 - torch's name
+    """Return what this rank saves: torch's `WriteItem`s, one a box. An empty parameter is saved as one empty box, since
+    nothing would name it otherwise. `fqn` is the parameter's name in the state_dict."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    properties = TensorProperties.create_from_tensor(piece.detach())
-    shape = placement.shape
-    boxes = _boxes(placement) or ([] if math.prod(shape) else [Box((0,) * len(shape), shape)])
+    properties = TensorProperties.create_from_tensor(sharded.peek().detach())
+    shape = sharded.placement.shape
+    boxes = _boxes(sharded) or ([] if math.prod(shape) else [Box((0,) * len(shape), shape)])
     return [
         WriteItem(
             index=MetadataIndex(fqn, box.offsets),
@@ -116,29 +119,33 @@ def write_items(placement: Placement, piece: Tensor, fqn: str) -> list[Any]:
     ]
 
 
-def chunks_to_load(placement: Placement, piece: Tensor) -> list[Any]:
-    """Return what this rank loads: torch's `ChunkStorageMetadata`, one a box.
+def _create_chunk_list(sharded: ShardedParameter) -> list[Any]:
+    """Return what this rank loads, and next writes to its piece: torch's `ChunkStorageMetadata`, one a box.
 
     Counts as a write to the piece, even if that is empty: every rank must see that the parameter changes.
     """
-    torch.autograd.graph.increment_version(piece)
-    return [_chunk(box) for box in _boxes(placement)]
+    torch.autograd.graph.increment_version(sharded.peek())
+    return [_chunk(box) for box in _boxes(sharded)]
 
 
-def view_at(placement: Placement, piece: Tensor, offsets: tuple[int, ...] | None) -> Tensor:
-    """Return the box at `offsets`, as a view of the piece. Raises ValueError if the piece has none there."""
+def _get_tensor_shard(sharded: ShardedParameter, index: Any) -> Tensor:
+    """Return the box at `index.offset`, as a view of the piece. Called to save and to load. Raises ValueError if the
+    piece has none there."""
+    piece = sharded.local.detach()
+    offsets = None if index.offset is None else tuple(index.offset)
     start = 0
-    for box in _boxes(placement):
+    for box in _boxes(sharded):
         if box.offsets == offsets:
-            return piece.detach()[start : start + box.numel].view(box.sizes)
+            return piece[start : start + box.numel].view(box.sizes)
         start += box.numel
+    placement = sharded.placement
     if not math.prod(placement.shape):
-        return piece.detach().view(placement.shape)
+        return piece.view(placement.shape)
     raise ValueError(f"rank {placement.shard_group.rank} has no part of {placement.fqn!r} at {offsets}")
 
 
-def _boxes(placement: Placement) -> tuple[Box, ...]:
-    return boxes_of(placement.shape, placement.fragment.start, placement.fragment.stop)
+def _boxes(sharded: ShardedParameter) -> tuple[Box, ...]:
+    return boxes_of(sharded.placement.shape, sharded.fragment.start, sharded.fragment.stop)
 
 
 def _chunk(box: Box) -> Any:

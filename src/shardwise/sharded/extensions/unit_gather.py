@@ -1,10 +1,9 @@
-"""Full tensors of pieces, for inspection and for saving.
+"""Full tensors of a model's parameters, for inspection and for saving, gathered a unit at a time.
 
-A single tensor is put together from the fragments of the ranks that have some of it. A model's parameters are mostly
-requested one after another, so those of a unit are gathered together: in one collective for each flat buffer, when its
-first parameter is requested. The others are cut out of the buffer, which is kept until the last one was requested, one
-is requested out of turn, the weights are written, or the next forward in grad mode begins. While parameters of units
-below are requested, the buffers of the units around them are kept.
+They are mostly requested one after another, so those of a unit are gathered together: in one collective for each flat
+buffer, when its first parameter is requested. The others are cut out of the buffer, which is kept until the last one
+was requested, one is requested out of turn, the weights are written, or the next forward in grad mode begins. While
+parameters of units below are requested, the buffers of the units around them are kept.
 """
 
 from __future__ import annotations
@@ -12,25 +11,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
-import torch
 from torch import Tensor
 
-from shardwise import accelerators
 from shardwise.comm.protocol import BufferKind, Collectives, FlatSpan
-from shardwise.sharded.placement import Placement
-
-
-class Pieces(Protocol):
-    """A tensor of which each rank has a piece."""
-
-    def peek(self) -> Tensor:
-        """Return this rank's piece: 1-D."""
-
-    @property
-    def placement(self) -> Placement:
-        """Where the piece lies in the whole."""
+from shardwise.sharded.parameter import ShardedParameter, add_methods
+from shardwise.sharded.placement import Placement, gather_fragments
 
 
 class OneUnit(Protocol):
@@ -61,22 +48,27 @@ _kept: weakref.WeakKeyDictionary[Collectives, _Kept] = weakref.WeakKeyDictionary
 """Buffers that are not used up, by group of ranks, unit and name of the first parameter; the same on every rank."""
 
 
-def full_tensor(tensor: Pieces, unit: OneUnit | None) -> Tensor:
-    """Return a new plain tensor of the global shape. Every rank of the shard group must call this.
+def attach() -> None:
+    """Gather a unit's parameters together."""
+    add_methods(full_tensor=_full_tensor)
 
-    Args:
-        tensor: the pieces.
-        unit: the unit of a model's parameter, whose others will probably be requested too; None for any other tensor.
-    """
-    placement = tensor.placement
-    layout = placement.layout
+
+def _full_tensor(tensor: ShardedParameter) -> Tensor:
+    """See `ShardedParameter.full_tensor`."""
+    placement, face = tensor.placement, tensor.face
+    layout, unit = placement.layout, None if face is None else face.unit
+    shares = layout.world_size > 1 and len(layout.entries) > 1 and layout.numel > 0
     flat = None
-    if unit is not None and layout.world_size > 1 and len(layout.entries) > 1 and layout.numel:
-        flat = _of_unit(placement, tensor, unit)
+    if shares and face is not None and unit is not None and _share_memory(face, tensor):
+        flat = _of_unit(placement, tensor, cast(OneUnit, unit))
     if flat is None:
-        return of_fragments(placement, tensor.peek().detach())
-    entry = placement.layout.entries[placement.index]
+        return gather_fragments(placement, tensor.peek().detach())
+    entry = layout.entries[placement.index]
     return flat[entry.start : entry.stop].view(entry.shape).clone()
+
+
+def _share_memory(a: ShardedParameter, b: ShardedParameter) -> bool:
+    return a.local is b.local if a.home is None else a.home is b.home
 
 
 def forget(units: Iterable[OneUnit]) -> None:
@@ -86,21 +78,7 @@ def forget(units: Iterable[OneUnit]) -> None:
             kept.pop(unit, None)
 
 
-def of_fragments(placement: Placement, local: Tensor) -> Tensor:
-    """Return the whole of a tensor of which each rank has its piece `local`. Every rank of the shard group must call
-    this. It is on the device of `local`."""
-    group, own = placement.shard_group, placement.fragment
-    device = group.device if local.device == accelerators.CPU else local.device  # state of a step on the host
-    flat = torch.empty(placement.layout.entries[placement.index].numel, dtype=local.dtype, device=device)
-    flat[own.start : own.stop].copy_(local)
-    for rank in range(group.world_size):
-        piece = placement.layout.fragment(placement.index, rank)
-        if piece.numel:
-            group.broadcast(flat[piece.start : piece.stop], rank)
-    return flat.view(placement.shape).to(local.device)
-
-
-def _of_unit(placement: Placement, tensor: Pieces, unit: OneUnit) -> Tensor | None:
+def _of_unit(placement: Placement, tensor: ShardedParameter, unit: OneUnit) -> Tensor | None:
     """Return the flat buffer that the parameter lies in: gathered now if it is the first one there, or the kept one if
     the parameter is the next in turn and the weights have not changed; else None."""
     kept = _kept.setdefault(placement.shard_group, weakref.WeakKeyDictionary())

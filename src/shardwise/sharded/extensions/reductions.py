@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,19 +20,23 @@ from torch._ops import OpOverload
 from shardwise import accelerators
 from shardwise.comm.protocol import Collectives
 from shardwise.errors import NotOnPiecesError, UsageError
-from shardwise.sharded.parameter import Handler, ShardedParameter, local_of, register_operations, slice_by_slice
+from shardwise.sharded.extensions.read_whole import trains
+from shardwise.sharded.norms import HALF, arguments_by_name, global_norms, on_device_of
+from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations
 from shardwise.sharded.placement import same_cut
 
 Reduce = Callable[[ShardedParameter, Mapping[str, Any]], Any]
 
-_HALF = (torch.float16, torch.bfloat16)
 _CHUNK_NUMEL = 2**21
 """How many elements are converted to the widest float at a time."""
 
 
-@register_operations
-def handler(func: OpOverload) -> Handler | None:
-    """Return the handler of `func`, or None if it is not one of these reductions."""
+def attach() -> None:
+    """Let sharded parameters be reduced."""
+    register_operations(_handler)
+
+
+def _handler(func: OpOverload) -> Handler | None:
     name = func._schema.name
     if name in ("aten::dot", "aten::vdot"):
         return _dot
@@ -43,147 +47,15 @@ def handler(func: OpOverload) -> Handler | None:
     names = {argument.name for argument in func._schema.arguments}
     if names & {"out", "other"} or len(func._schema.returns) != 1:
         return None
-    if name == "aten::_foreach_norm":
-        return _foreach_norm
     reduce = _REDUCE.get(name.removeprefix("aten::"))
     return None if reduce is None else _whole(reduce)
-
-
-class Norms(NamedTuple):
-    """The norms of some tensors of a list."""
-
-    where: list[int]
-    """Positions of the tensors in the list."""
-    values: Tensor
-    """Their norms, in the same order: 1-D."""
-
-
-def global_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Norms]:
-    """Return the norm of order `order` of each whole tensor: plain, equal on all ranks. Every rank must call this.
-
-    Args:
-        tensors: sharded ones, or plain ones of any shape, which are whole.
-        order: at least 0; `math.inf` is the largest magnitude.
-        dtype: of the results; None: each tensor's own.
-
-    Returns:
-        One for each kind of tensors, in order of first appearance. Tensors of one kind share dtype, device and shard
-        group. A plain tensor counts as one of the first shard group, of which rank 0 holds all.
-
-    One `all_reduce` for each shard group among the placements: one, in a model sharded by one call. The number of
-    operations depends on the number of kinds, not of tensors; for tensors with homes also on the number of homes.
-    """
-    if order < 0:
-        raise UsageError(f"norms of negative order ({order}) of sharded tensors are not supported")
-    groups = [_exchanging(t.placement.shard_group) if isinstance(t, ShardedParameter) else None for t in tensors]
-    is_plain = [not isinstance(t, ShardedParameter) for t in tensors]
-    pieces = [t if plain or t.home is not None else t.local for t, plain in zip(tensors, is_plain, strict=True)]  # type: ignore[attr-defined]
-    first = next((group for group in groups if group is not None), None)
-    kinds: dict[tuple[Collectives | None, torch.dtype, torch.device], list[int]] = {}
-    for i, piece in enumerate(pieces):
-        group = first if is_plain[i] else groups[i]
-        dtype_of_kind = piece.stored_dtype if isinstance(piece, ShardedParameter) else piece.dtype
-        kinds.setdefault((group, dtype_of_kind, piece.device), []).append(i)
-    norms: list[Tensor] = []
-    by_group: dict[Collectives, list[Tensor]] = {}
-    for (group, _, _), where in kinds.items():
-        has_plain = group is None or group.rank == 0
-        counted = [(i, pieces[i]) for i in where if has_plain or not is_plain[i]]
-        held = [i for i, p in counted if (p.fragment.numel if isinstance(p, ShardedParameter) else p.numel())]
-        norms.append(_local_norms(pieces, where, held, order, dtype))
-        if group is not None:
-            norms[-1] = _on_device_of(group, norms[-1])
-            by_group.setdefault(group, []).append(norms[-1])
-    for group, of_group in by_group.items():
-        _combine_norms(group, of_group, order)
-    return [
-        Norms(where, values.to(device, dtype or (kind if kind in _HALF else values.dtype)))
-        for ((_, kind, device), where), values in zip(kinds.items(), norms, strict=True)
-    ]
-
-
-def _exchanging(group: Collectives) -> Collectives | None:
-    """Return the group, or None if it is of one rank and has nothing to exchange."""
-    return group if group.world_size > 1 else None
-
-
-def _on_device_of(group: Collectives, values: Tensor) -> Tensor:
-    """Move results on the host, of state whose step the host takes, to the device that the group's backend needs."""
-    return values.to(group.device) if accelerators.CPU == values.device != group.device else values
-
-
-def _local_norms(
-    pieces: Sequence[Tensor], where: Sequence[int], held: Sequence[int], order: float, dtype: torch.dtype | None
-) -> Tensor:
-    """Return the norms of the pieces at `where`, which are of one kind: 1-D, 0 for those that are not `held`. For half
-    precision they are fp32, to be rounded once, after the sum over ranks.
-
-    They are formed on the device, also where the host computes with what rests there: another processor's norm has
-    other last bits, and a replica may have its own in another place (a user reads a piece on one rank).
-    """
-    one = pieces[where[0]]
-    kind = one.stored_dtype if isinstance(one, ShardedParameter) else one.dtype
-    norms = {i: known for i in held if (known := _known_norm(pieces[i], order, dtype)) is not None}
-    sought = [i for i in held if i not in norms]
-    some = [pieces[i] for i in sought]
-    for positions in slice_by_slice([some]) if sought else ():
-        found = norms_of_pieces([local_of(some[i]) for i in positions], order, dtype)
-        norms.update((sought[i], norm) for i, norm in zip(positions, found, strict=True))
-    if len(held) < len(where):
-        zero = torch.zeros((), dtype=(_wide(kind, dtype) or kind).to_real(), device=one.device)
-        return torch.stack([norms.get(i, zero) for i in where])
-    return torch.stack([norms[i] for i in where])
-
-
-def norms_of_pieces(pieces: list[Tensor], order: float = 2.0, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
-    """Return the norms of pieces of one dtype on one device, as `global_norms` combines them over ranks. `dtype`: see
-    there."""
-    if not pieces:
-        return ()
-    norms: Sequence[Tensor] = torch._foreach_norm(pieces, order, _wide(pieces[0].dtype, dtype))
-    return norms
-
-
-def _wide(kind: torch.dtype, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype in which norms of tensors of dtype `kind` are formed for results in `dtype`; None: their own."""
-    return torch.float32 if (dtype or kind) in _HALF else dtype
-
-
-def _known_norm(piece: Tensor, order: float, dtype: torch.dtype | None) -> Tensor | None:
-    """Return the norm of a piece that is known without reading it; see `Home.norm_at`."""
-    if not isinstance(piece, ShardedParameter) or piece.home is None or order != 2 or dtype is not None:
-        return None
-    return piece.home.norm_at(piece.fragment.offset)
-
-
-def _combine_norms(group: Collectives, norms: Sequence[Tensor], order: float) -> None:
-    """Turn norms of pieces into those of the whole tensors, in place. Each tensor is 1-D; their dtypes may differ."""
-    if order == math.inf:
-        dtype = functools.reduce(torch.promote_types, [values.dtype for values in norms])
-        totals, root = _joined(norms, dtype).abs_(), 1.0
-        # As integers: numbers without a sign keep their order, and NaN, which a maximum may drop, is the greatest.
-        group.all_reduce(totals.view(torch.int64 if dtype.itemsize == 8 else torch.int32), "max").wait()
-    else:
-        power = order or 1.0
-        totals, root = _joined(norms, accelerators.widest_float(norms[0].device)).pow(power), 1 / power
-        group.all_reduce(totals, "sum").wait()
-    parts = totals.split([len(values) for values in norms]) if len(norms) > 1 else [totals]
-    for values, total in zip(norms, parts, strict=True):
-        if total is not values:
-            torch.pow(total, root, out=values)
-
-
-def _joined(vectors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Concatenate the vectors in `dtype`; a single vector of that dtype is returned itself."""
-    wide = [vector.to(dtype) for vector in vectors]
-    return wide[0] if len(wide) == 1 else torch.cat(wide)
 
 
 def _combine(group: Collectives, partials: Tensor, op: str) -> Tensor:
     """Combine `partials` elementwise over the group. `max` propagates NaN, which backends do not promise."""
     if group.world_size == 1:
         return partials
-    where, partials = partials.device, _on_device_of(group, partials)
+    where, partials = partials.device, on_device_of(group, partials)
     if op == "sum" or not partials.is_floating_point():
         group.all_reduce(partials, op).wait()
         return partials.to(where)
@@ -193,21 +65,13 @@ def _combine(group: Collectives, partials: Tensor, op: str) -> Tensor:
     return both[0].masked_fill(both[1] > 0, math.nan).to(where)
 
 
-def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    given = _by_name(func, args, kwargs)
-    items = given["self"]
-    found = global_norms(items, float(given.get("ord", 2)), given.get("dtype"))
-    norms = {i: norm for where, values in found for i, norm in zip(where, values.unbind(), strict=True)}
-    return [norms[i] for i in range(len(items))]
-
-
 def _whole(reduce: Reduce) -> Handler:
     """Make a handler that runs `reduce` if the call reduces every dim, and raises otherwise: pieces are not enough."""
 
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        given = _by_name(func, args, kwargs)
+        given = arguments_by_name(func, args, kwargs)
         tensor: ShardedParameter = given["self"]
-        if tensor.trains:
+        if trains(tensor):
             raise NotOnPiecesError(f"the piece of {tensor.fqn!r} is not enough here")
         dim = given.get("dim")
         dims = {d % max(tensor.ndim, 1) for d in ((dim,) if isinstance(dim, int) else dim or ())}
@@ -267,10 +131,6 @@ def _both_sharded(func: OpOverload, one: Tensor, other: Tensor) -> None:
         )
 
 
-def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
-
-
 def _norm(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
     order = given.get("ord", given.get("p", 2))
     order = 2.0 if order is None else float(order)
@@ -280,7 +140,7 @@ def _norm(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
 
 def _total(tensor: ShardedParameter, dtype: torch.dtype) -> Tensor:
     """Return the sum over ranks, in the widest float or int64. Local sums are in `dtype`, or fp32 if that is half."""
-    local = tensor.peek().sum(dtype=torch.float32 if dtype in _HALF else dtype)
+    local = tensor.peek().sum(dtype=torch.float32 if dtype in HALF else dtype)
     wide = accelerators.widest_float(tensor.device) if dtype.is_floating_point else local.dtype
     return _combine(tensor.placement.shard_group, local.to(wide), "sum")
 

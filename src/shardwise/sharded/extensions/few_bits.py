@@ -11,10 +11,9 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from shardwise.layout.fragment import Fragment
-from shardwise.sharded import whole
-from shardwise.sharded.blocks import BLOCK_NUMEL, Coder, block_bytes
+from shardwise.sharded.extensions.blocks import BLOCK_NUMEL, Coder, block_bytes
 from shardwise.sharded.parameter import Home, ShardedParameter
-from shardwise.sharded.placement import Placement
+from shardwise.sharded.placement import Placement, gather_fragments
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -134,7 +133,7 @@ class FewBitsParameter(ShardedParameter):
 
     def full_tensor(self) -> Tensor:
         """See `ShardedParameter.full_tensor`."""
-        return whole.of_fragments(self.placement, self.local)
+        return gather_fragments(self.placement, self.local)
 
     def without_autograd(self) -> Self:
         """Return an alias of the same blocks."""
@@ -174,7 +173,7 @@ class FewBitsParameter(ShardedParameter):
 
     def __create_chunk_list__(self) -> list[Any]:
         """Raises UsageError: torch would load into a copy."""
-        self._no(
+        self.refuse(
             "loading with torch.distributed.checkpoint",
             f"it is kept in {self.coder.kind}. Use sw.checkpoint.load or load_pretrained, or load_state_dict",
         )
@@ -191,7 +190,7 @@ class FewBitsParameter(ShardedParameter):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Raises UsageError for True."""
         if requires_grad:
-            self._no(
+            self.refuse(
                 "requires_grad_(True)", f"it is kept in {self.coder.kind}. Shard the model without precision.frozen"
             )
         return self

@@ -13,9 +13,12 @@ from shardwise.sharded.elementwise import note_writes
 from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations, slice_by_slice
 
 
-@register_operations
-def handler(func: OpOverload) -> Handler | None:
-    """Return the handler of the operation that unscales a list of gradients in place; None for other operations."""
+def attach() -> None:
+    """Let `torch.amp.GradScaler` unscale lists of sharded gradients in place."""
+    register_operations(_handler)
+
+
+def _handler(func: OpOverload) -> Handler | None:
     return _unscale if func._schema.name == "aten::_amp_foreach_non_finite_check_and_unscale_" else None
 
 

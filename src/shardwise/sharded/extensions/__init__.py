@@ -1,0 +1,1 @@
+"""What attaches to sharded parameters: operations and methods that training alone does not need."""

@@ -1,0 +1,71 @@
+"""What a sharded parameter offers under DTensor's names: `to_local`, `device_mesh` and `placements`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm.protocol import Collectives
+from shardwise.errors import UsageError
+from shardwise.sharded.parameter import ShardedParameter, add_methods
+
+
+def attach() -> None:
+    """Give sharded parameters these names."""
+    add_methods(to_local=_to_local, device_mesh=property(_device_mesh), placements=property(_placements))
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPieces:
+    """How a tensor is cut: rank r of the mesh holds the elements `ranges[r]`, [start, stop), of the flattened tensor.
+
+    Not one of DTensor's placements, which cut whole rows: code that looks for those finds none.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    """By rank; many may be empty."""
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """False: the tensor is not cut along a dim."""
+        return False
+
+    def is_replicate(self) -> bool:
+        """Whether there is one rank."""
+        return len(self.ranges) == 1
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """False."""
+        return False
+
+
+def _placements(sharded: ShardedParameter) -> tuple[FlatPieces]:
+    """How the ranks of `device_mesh` hold it: in consecutive ranges of the flattened tensor, of any length."""
+    placement = sharded.placement
+    ranks = range(placement.shard_group.world_size)
+    fragments = [placement.layout.fragment(placement.index, rank) for rank in ranks]
+    return (FlatPieces(tuple((fragment.start, fragment.stop) for fragment in fragments)),)
+
+
+def _device_mesh(sharded: ShardedParameter) -> DeviceMesh:
+    """The ranks that hold pieces, as a mesh of one axis. No communication. Raises UsageError if there is no process
+    group."""
+    return mesh_of(sharded.placement.shard_group, sharded.fqn)
+
+
+def _to_local(sharded: ShardedParameter) -> Tensor:
+    """`local`, by DTensor's name."""
+    return sharded.local
+
+
+def mesh_of(ranks: Collectives, fqn: str) -> DeviceMesh:
+    """Return a mesh of these ranks. No communication. Raises UsageError, which names `fqn`, if there is no process
+    group."""
+    group = ranks.process_group
+    if group is None and dist.is_initialized() and dist.get_world_size() == 1:
+        group = dist.group.WORLD
+    if group is None or not dist.is_initialized():
+        raise UsageError(f"{fqn!r} is on one rank without a process group, so it has no device_mesh")
+    return DeviceMesh.from_group(group, ranks.device.type, mesh_dim_names=("shard",))

@@ -1,0 +1,125 @@
+"""Operations on a model's parameter outside its module's forward, computed on the whole.
+
+In a forward or backward of the model the parameter's unit is gathered for the operation (`Lender`), and autograd's
+leaf is the sharded parameter: its gradient goes to the unit, which reduces it as any other. At other times an operation
+that cannot be computed on pieces stays refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
+
+from shardwise.errors import NotOnPiecesError
+from shardwise.sharded.elementwise import Elementwise
+from shardwise.sharded.in_backward import are_in_backward, refuse_penalty
+from shardwise.sharded.parameter import Handler, ShardedParameter, add_methods, wrap_operations
+
+_READ = "_shardwise_read"
+"""Attribute of a parameter that operations have read whole, so that backward formulas do too: what `.grad` holds
+otherwise, while autograd puts the parameter's gradient there."""
+_HOOKED = "_shardwise_gives_back"
+
+
+class Lender(Protocol):
+    """A unit, as far as it lends its parameters."""
+
+    def whole(self, face: ShardedParameter) -> Tensor | None:
+        """Return the full parameter, in the dtype that modules compute in, for one operation; None if no forward or
+        backward of its model is under way. Every rank must call this."""
+
+    def take_gradient(self, face: ShardedParameter, grad: Tensor) -> None:
+        """Take this rank's full gradient of a sharded parameter, from an operation that read it. In backward."""
+
+
+def attach() -> None:
+    """Compute on wholes what cannot be computed on pieces."""
+    wrap_operations(_wrap)
+    Elementwise.check = _check
+    add_methods(take_own_gradient=_take_own_gradient)
+
+
+def trains(sharded: ShardedParameter) -> bool:
+    """Whether autograd records what a forward of its model does with it, which is then done on the whole."""
+    if not (torch.is_grad_enabled() and sharded.requires_grad) or sharded.inner is None:
+        return False
+    return sharded.unit is not None and sharded.unit.is_running
+
+
+def _wrap(func: OpOverload, handler: Handler) -> Handler:
+    return handler if func._schema.is_mutable else _OrOnWhole(handler)
+
+
+class _OrOnWhole:
+    """Runs an operation on wholes where its handler cannot run it on pieces."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return self._handler(func, args, kwargs)
+        except NotOnPiecesError:
+            wholes = _wholes((args, kwargs))
+            if wholes is None:
+                raise
+        return func(*wholes[0], **wholes[1])
+
+
+def _check(operation: Elementwise, first: ShardedParameter, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise NotOnPiecesError if the operation would work on a piece but what follows needs the whole: a conversion in a
+    forward (`head.weight.float()`), one that autograd records there, or the backward formula of one that was computed
+    on the whole. Raise UsageError for other backward formulas."""
+    converts = operation.name == "aten::_to_copy"
+    may_need_whole = converts or first._origin is not None or torch.is_grad_enabled() or _READ in first.__dict__
+    face = first.face if may_need_whole else None
+    if face is not None and face.unit is not None and face.unit.is_running:
+        needs_whole = converts or trains(first) or (_READ in face.__dict__ and are_in_backward())
+        if needs_whole:
+            raise NotOnPiecesError(f"the piece of {face.fqn!r} is not enough here")
+    if are_in_backward() and any(_is_plain(value) for value in (*args, *kwargs.values())):
+        refuse_penalty(first.fqn)  # a number, too, is this rank's own coefficient
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, ShardedParameter)
+
+
+def _wholes(tree: Any) -> Any:
+    """Return a call's arguments with full parameters in place of sharded ones, or None if one cannot be gathered."""
+    missing = False
+
+    def whole(value: Any) -> Any:
+        nonlocal missing
+        if not isinstance(value, ShardedParameter) or missing:
+            return value
+        face = value.face
+        full = None if face is None or face.unit is None else cast(Lender, face.unit).whole(face)
+        missing = full is None
+        if face is not None:
+            face.__dict__.setdefault(_READ, None)
+        return full
+
+    found = tree_map(whole, tree)
+    return None if missing else found
+
+
+def _take_own_gradient(face: ShardedParameter, grad: Tensor) -> None:
+    """Pass the gradient of a parameter that was read on to its unit. Raises UsageError for one that was not read."""
+    if _READ not in face.__dict__ or isinstance(grad, ShardedParameter):
+        refuse_penalty(face.fqn)
+    cast(Lender, face.unit).take_gradient(face, grad)
+    if _HOOKED not in face.__dict__:
+        face.__dict__[_HOOKED] = Tensor.register_post_accumulate_grad_hook(face, _give_back)  # type: ignore[no-untyped-call]
+    face.__dict__[_READ], face.grad = face.grad, None  # autograd would add to `.grad`
+
+
+def _give_back(face: Tensor) -> None:
+    """Restore `.grad`, after autograd has put a gradient there that the parameter's unit has taken already."""
+    face.grad = face.__dict__[_READ]
+    face.__dict__[_READ] = None
