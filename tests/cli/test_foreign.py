@@ -146,7 +146,8 @@ def test_a_configuration_to_train_with_is_planned(capsys: pytest.CaptureFixture[
     question = _question(with_settings(Options(foreign=Path("run.toml"), micro_batch="4")))
     arguments = {name: value for name, value in question.arguments.items() if value is not None}
     told = capsys.readouterr().err
-    assert told.startswith("run.toml (shardwise): model llama-3-8b, gpus 4, strategy hybrid_shard, shard-group 2, ")
+    assert told.startswith("run.toml (shardwise): model llama-3-8b, gpus 4, precision bf16/fp32/bf16, strategy hybrid_")
+    assert ", shard-group 2, " in told
     assert told.endswith("optimizer adamw, optimizer-in-backward, offload params=cpu\n")
     assert question.model == "llama-3-8b"
     assert (arguments["optimizer_in_backward"], arguments["offload"]) == (True, "params=cpu")

@@ -12,6 +12,9 @@ from shardwise.cli import own_settings
 from shardwise.errors import ConfigError, PlanError
 from shardwise.foreign.files import SUFFIXES, read
 from shardwise.foreign.settings import ForeignSettings
+from shardwise.policy.places import Places
+from shardwise.policy.precision import Precision
+from shardwise.policy.settings import RUN, values_in, words
 
 if TYPE_CHECKING:
     from shardwise.cli.plan_options import Options
@@ -80,10 +83,10 @@ def with_settings(options: Options) -> Options:
         found = _found(settings, options.foreign)
     usual = type(options)()
     displaced = {name for given, others in _DISPLACES.items() if getattr(options, given) is not None for name in others}
-    taken = {
-        name: value
+    taken: dict[str, Any] = {
+        name: words(value) if name in RUN and value is not True else value
         for name, value in found.items()
-        if getattr(options, name) == getattr(usual, name) and name not in displaced
+        if value not in (None, False) and getattr(options, name) == getattr(usual, name) and name not in displaced
     }
     _tell(options.foreign, settings, taken)
     return replace(options, **taken)
@@ -93,27 +96,16 @@ def _found(settings: ForeignSettings, source: Path) -> dict[str, Any]:
     nodes = settings.nodes or 1
     if settings.ranks is not None and settings.ranks % nodes:
         raise PlanError(f"{source}: num_processes={settings.ranks} is not a multiple of num_machines={nodes}")
-    reduce = settings.reduce or "fp32"
-    values = {
-        "strategy": settings.strategy,
-        "shard_group": _text(settings.shard_group),
-        "reshard_after_forward": _text(settings.reshard_after_forward),
-        "units": own_settings.units_text(settings.units),
-        "precision": f"{settings.compute}/{reduce}/fp32" if settings.compute is not None else None,
-        "micro_batch": _text(settings.micro_batch),
-        "accumulation": _text(settings.steps_accumulated),
-        "global_batch": settings.global_batch if settings.steps_accumulated is None else None,
-        "activation_checkpointing": settings.train.get("activation_checkpointing"),
-        "offload": ",".join(f"{key}={place}" for key, place in settings.offload.items() if key != "path") or None,
-        "compile": settings.train.get("compile"),
+    compute, accumulation = settings.compute, settings.steps_accumulated
+    return {
+        **values_in(settings.tree),
+        "precision": Precision(compute, settings.reduce or "fp32", "fp32") if compute is not None else None,
+        "accumulation": accumulation,
+        "global_batch": settings.global_batch if accumulation is None else None,
+        "offload": Places.of({key: place for key, place in settings.offload.items() if key != "path"}),
         "gpus": settings.ranks // nodes if settings.ranks is not None else None,
         "nodes": settings.nodes,
     }
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _text(number: int | None) -> str | None:
-    return None if number is None else str(number)
 
 
 def _tell(source: Path, settings: ForeignSettings | None, taken: Mapping[str, object]) -> None:
@@ -129,7 +121,7 @@ def _tell(source: Path, settings: ForeignSettings | None, taken: Mapping[str, ob
 
 def _said(option: tuple[str, object]) -> str:
     name, value = option
-    words = name.replace("_", "-")
-    if name == "optimizer_in_backward":
-        return words
-    return f"{words} {value.get('model_type', '')} configuration" if isinstance(value, Mapping) else f"{words} {value}"
+    said = name.replace("_", "-")
+    if value is True:
+        return said
+    return f"{said} {value.get('model_type', '')} configuration" if isinstance(value, Mapping) else f"{said} {value}"

@@ -57,6 +57,26 @@ class ForeignSettings:
             self.changes.append("optimizer steps run on the device, which loads the optimizer state for the step")
 
     @property
+    def tree(self) -> dict[str, dict[str, Any]]:
+        """The keys of a training configuration that the settings determine, by section."""
+        parallel = {
+            "ranks": self.ranks if self.nodes in {None, 1} else None,
+            "strategy": self.strategy,
+            "shard_group": self.shard_group,
+            "reshard_after_forward": self.reshard_after_forward,
+            "units": self.units,
+            "param_dtype": self.compute,
+            "reduce_dtype": self.reduce,
+        }
+        train = {**self.train, "micro_batch": self.micro_batch, "global_batch": self.whole_batch}
+        return {
+            "train": {key: value for key, value in train.items() if value is not None},
+            "parallel": {key: value for key, value in parallel.items() if value is not None},
+            "offload": self.offload,
+            "log": self.log,
+        }
+
+    @property
     def whole_batch(self) -> int | None:
         """Sequences of a step over all ranks; None if the settings do not determine it."""
         if self.global_batch is not None or self.micro_batch is None or self.ranks is None:

@@ -12,13 +12,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 try:
     import accelerate
@@ -38,12 +37,10 @@ from shardwise.integrations import fsdp_settings
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.model_tools.reduction import no_sync, synced
 from shardwise.model_tools.unsharded import full_state_dict
-from shardwise.modules.wrapping import Units
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.scaler import GradScaler
-from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
-from shardwise.policy.strategy import Strategy
+from shardwise.policy.settings import ARGUMENTS, ShardArguments
 
 __all__ = ["Accelerator", "ShardwisePlugin"]
 
@@ -59,23 +56,17 @@ _SERVED = {
 _DIRECTORY = "shardwise"
 
 
-@dataclass
-class ShardwisePlugin:
-    """How an `Accelerator` shards models. The fields are `sw.shard`'s arguments, except for the last two."""
+@dataclass(frozen=True)
+class ShardwisePlugin(ShardArguments):
+    """How an `Accelerator` shards models. The fields are `sw.shard`'s arguments, except for the last two.
 
-    strategy: Strategy | str = Strategy.FULL_SHARD
-    mesh: DeviceMesh | None = None
-    units: Units = None
-    precision: Precision | None = None
-    """None: as the Accelerator's `mixed_precision` says. With "bf16" or "fp16" weights are gathered in that dtype,
-    gradients are summed in fp32, masters are fp32, and Accelerate's autocast stays on in forward."""
-    reshard_after_forward: bool | int | None = None
-    slots: int = 3
-    offload: Offload | None = None
-    align: int | None = None
+    `precision=None` is what the Accelerator's `mixed_precision` says: with "bf16" or "fp16" weights are gathered in
+    that dtype, gradients are summed in fp32, masters are fp32, and Accelerate's autocast stays on in forward.
+    """
+
     ignored_modules: Iterable[nn.Module] | str | None = None
     """Modules whose parameters are not sharded, or a regular expression that matches their whole fqns."""
-    activation_checkpointing: str = field(default="none")
+    activation_checkpointing: str = "none"
     """As `train.activation_checkpointing` of a configuration: "none", "full", "selective-ops", "every-2"."""
 
     @classmethod
@@ -110,18 +101,9 @@ class ShardwisePlugin:
         precision = self.precision
         if precision is None and mixed_precision in {"bf16", "fp16"}:
             precision = Precision(param=mixed_precision, reduce="fp32", master="fp32", cast_inputs=False)
-        shard(
-            model,
-            self.strategy,
-            mesh=self.mesh,
-            units=self.units,
-            precision=precision,
-            reshard_after_forward=self.reshard_after_forward,
-            slots=self.slots,
-            offload=self.offload,
-            align=self.align,
-            ignored=fsdp_settings.ignored_in(model, self.ignored_modules),
-        )
+        arguments = {name: getattr(self, name) for name in ARGUMENTS}
+        ignored = [*self.ignored, *fsdp_settings.ignored_in(model, self.ignored_modules)]
+        shard(model, **{**arguments, "precision": precision, "ignored": ignored})
         checkpoint_units(model, self.activation_checkpointing)
 
 

@@ -13,14 +13,13 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.policy.adapters import Adapters
+from shardwise.policy.checks import check_choice, check_count, checked_align, checked_precision, checked_resharding
 from shardwise.policy.offload import Offload
 from shardwise.policy.places import Places
 from shardwise.policy.precision import Precision
 from shardwise.policy.recomputation import Recomputation
 from shardwise.policy.strategy import LEAST_SLOTS, OTHER_NAMES, Strategy
 from shardwise.policy.words import (
-    check_choice,
-    check_count,
     numbers_of,
     precisions_of,
     reshardings_of,
@@ -98,7 +97,7 @@ class Setting:
     @property
     def otherwise(self) -> str:
         """What it is if it is left out, in words."""
-        return self.unset if self.default is None else words(self.default)
+        return self.unset or words(self.default)
 
     def checked(self, value: Any) -> Any:
         """Return a value given in Python as a `Job` has it. Raises ConfigError."""
@@ -145,17 +144,22 @@ def words(value: Any) -> str:
         return value.value
     if isinstance(value, Places | Adapters | Precision):
         return value.words
-    return str(value).lower() if isinstance(value, bool | int) else ",".join(value)
+    return str(value).lower() if isinstance(value, bool | int) else ",".join(sorted(value))
 
 
 def values_in(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of a run that a configuration gives, by name: those with a key of their own.
+    """Return the settings of a run that a configuration gives, by name, as a `Job` takes them: those with a key of
+    their own, without those that it leaves to a plan.
 
     Args:
         tree: the configuration's sections with their keys, some of which may be missing.
     """
     found = {name: tree.get(section, {}).get(key) for name, (section, key) in _PLACES_IN_TREE.items()}
-    return {name: value for name, value in found.items() if value is not None and value != AUTO}
+    return {
+        name: frozenset(value) if isinstance(value, list) else value
+        for name, value in found.items()
+        if value is not None and value != AUTO
+    }
 
 
 def tree_of(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -168,19 +172,6 @@ def tree_of(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             value = value.value
         tree.setdefault(section, {})[key] = list(value) if isinstance(value, tuple) else value
     return tree
-
-
-def _checked_resharding(value: bool | int | None) -> bool | int | None:
-    number: object = value
-    if number is not None and (not isinstance(number, int) or (not isinstance(number, bool) and number < 1)):
-        raise ConfigError(f"reshard_after_forward={value!r}: must be None, True, False or a number of ranks")
-    return value
-
-
-def _checked_precision(value: Precision | None) -> Precision | None:
-    if value is not None and not isinstance(value, Precision):
-        raise ConfigError(f"precision={value!r}: pass sw.Precision(param=..., reduce=...)")
-    return value
 
 
 def _checked_mode(value: str) -> str:
@@ -225,7 +216,7 @@ class ShardSettings:
         "The dtypes of compute, of gradients' reduction and of what the optimizer updates: bf16, fp16, fp32, "
         "bf16-true, or param/reduce/master.",
         unset="everything as stored",
-        check=_checked_precision,
+        check=checked_precision,
         read=precisions_of,
         usual="bf16",
     )
@@ -236,7 +227,7 @@ class ShardSettings:
         plain=bool | int,
         key="parallel.reshard_after_forward",
         least=1,
-        check=_checked_resharding,
+        check=checked_resharding,
         read=reshardings_of,
     )
     slots: int = setting(
@@ -273,7 +264,7 @@ class ShardArguments(ShardSettings):
         None,
         "Every rank's piece of a parameter begins at a multiple of this many elements.",
         unset="anywhere",
-        least=1,
+        check=checked_align,
         is_option=False,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 
 from shardwise.errors import ConfigError, PlanError
 from shardwise.policy.precision import Precision
@@ -89,16 +89,3 @@ def check_names(what: str, asked: Iterable[str], known: Collection[str]) -> None
     for name in asked:
         if name not in known:
             raise ConfigError(f"{what}: {name!r} is not one of {', '.join(known)}{did_you_mean(name, known)}")
-
-
-def check_choice(name: str, value: object, choices: Sequence[str], or_none: bool = False) -> None:
-    """Raise ConfigError unless the value is one of the choices; the message names the nearest."""
-    if value not in choices:
-        known = ", ".join(choices) + ", or None" * or_none
-        raise ConfigError(f"{name}={value!r}: must be one of {known}{did_you_mean(str(value), choices)}")
-
-
-def check_count(name: str, value: object, least: int) -> None:
-    """Raise ConfigError unless the value is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")

@@ -33,6 +33,7 @@ from shardwise.modules.admission import check_admissible
 from shardwise.modules.extended import plain_of
 from shardwise.modules.linear_weights import linear_weights
 from shardwise.modules.wrapping import SideBySide, Together, UnitPlan, Units, assign_parameters, choose_units, nesting
+from shardwise.policy.checks import check_count, checked_align, checked_precision, checked_resharding
 from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import LEAST_SLOTS, Strategy
@@ -110,9 +111,9 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         below,
         strategy,
         mesh,
-        _checked_precision(precision),
-        _checked_resharding(reshard_after_forward),
-        _checked_align(align),
+        checked_precision(precision),
+        checked_resharding(reshard_after_forward),
+        checked_align(align),
     )
     clear_up(below.values())
     ignored = _checked_ignored(ignored)
@@ -157,8 +158,7 @@ def _put_in_charge(model: nn.Module, engine: Engine) -> None:
 
 def _checked_tree(model: object, slots: object, units: Units) -> nn.Module:
     """Return the module to shard, or a module that holds those to be sharded together."""
-    if isinstance(slots, bool) or not isinstance(slots, int) or slots < LEAST_SLOTS:
-        raise ConfigError(f"slots={slots!r}: must be a whole number of at least {LEAST_SLOTS}")
+    check_count("slots", slots, LEAST_SLOTS)
     modules: list[nn.Module] = list(model) if isinstance(model, (list, tuple)) else [model]  # type: ignore[list-item]
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
         raise ConfigError(f"sw.shard takes an nn.Module or a list of them, not a {type(model).__name__}")
@@ -230,30 +230,8 @@ def _checked_offload(offload: Offload | None) -> Offload | None:
     return offload
 
 
-def _checked_precision(precision: Precision | None) -> Precision | None:
-    if precision is not None and not isinstance(precision, Precision):
-        raise ConfigError(f"precision={precision!r}: pass sw.Precision(param=..., reduce=...)")
-    return precision
-
-
-def _checked_align(align: int | None) -> int | None:
-    if align is not None and (isinstance(align, bool) or not isinstance(align, int) or align < 1):
-        raise ConfigError(f"align={align!r}: must be a whole number of elements, at least 1")
-    return align
-
-
 def _group_size(resharding: bool | int) -> int | None:
     return None if isinstance(resharding, bool) else resharding
-
-
-def _checked_resharding(asked: bool | int | None) -> bool | int | None:
-    """Check `reshard_after_forward`; a group of one rank means no resharding."""
-    if asked is None or isinstance(asked, bool):
-        return asked
-    number: object = asked
-    if not isinstance(number, int) or asked < 1:
-        raise ConfigError(f"reshard_after_forward={asked!r}: must be None, True, False or a number of ranks")
-    return False if asked == 1 else asked
 
 
 def _checked_ignored(asked: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -46,6 +46,7 @@ from shardwise.plan.dry_run.recording import Facts, Recording, StepPhase
 from shardwise.plan.dry_run.repetition import repeated_blocks
 from shardwise.plan.dry_run.traced_collectives import traced_mesh
 from shardwise.plan.dry_run.traced_copies import TracedCopies
+from shardwise.policy.settings import SHARD
 from shardwise.sharded.parameter import ShardedParameter
 
 _MAX_NORM = 1.0
@@ -141,16 +142,14 @@ class _DryRun:
         self.job = job
         self.recorder = recorder
         self.feed = TrainingForward(model, job)
-        self.model = shard(
-            model,
-            job.strategy,
-            mesh=traced_mesh(recorder, rank, job),
-            units=_units(job, model),
-            precision=job.precision,
-            reshard_after_forward=job.reshard_after_forward,
-            slots=job.slots,
-            align=AdamW8bit.BLOCK_NUMEL if job.optimizer == "adamw-8bit" else None,
-        )
+        arguments = {name: getattr(job, name) for name in SHARD}
+        arguments |= {
+            "mesh": traced_mesh(recorder, rank, job),
+            "units": _units(job, model),
+            "offload": None,  # `plan.offload` adds its memory and its copies
+            "align": AdamW8bit.BLOCK_NUMEL if job.optimizer == "adamw-8bit" else None,
+        }
+        self.model = shard(model, **arguments)
         self.engine = require_engine(model)
         if job.autocast is not None:
             allow_autocast(self.engine)

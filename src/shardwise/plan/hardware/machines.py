@@ -7,7 +7,7 @@ from math import inf
 
 from shardwise.errors import ConfigError
 from shardwise.plan.hardware.devices import Hardware, Interconnect, find_device, find_interconnect
-from shardwise.policy.words import check_choice, check_count
+from shardwise.policy.checks import check_choice, check_count
 
 USUAL_GPU = "h100-sxm-80gb"
 

@@ -26,28 +26,8 @@ def configuration_of(settings: ForeignSettings, source: Path) -> str:
 
     Raises ConfigError: a value is not allowed in a shardwise configuration.
     """
-    train: dict[str, Any] = {"steps": settings.train.get("steps", STEPS), **settings.train}
-    if settings.micro_batch is not None:
-        train["micro_batch"] = settings.micro_batch
-    if settings.whole_batch is not None:
-        train["global_batch"] = settings.whole_batch
-    parallel = {
-        "ranks": settings.ranks if settings.nodes in {None, 1} else None,
-        "strategy": settings.strategy,
-        "shard_group": settings.shard_group,
-        "reshard_after_forward": settings.reshard_after_forward,
-        "units": settings.units,
-        "param_dtype": settings.compute,
-        "reduce_dtype": settings.reduce,
-    }
-    tree: dict[str, dict[str, Any]] = {
-        "model": {"path": UNSET},
-        "data": {"source": UNSET},
-        "train": train,
-        "parallel": {key: value for key, value in parallel.items() if value is not None},
-        "offload": settings.offload,
-        "log": settings.log,
-    }
+    tree = {"model": {"path": UNSET}, "data": {"source": UNSET}, **settings.tree}
+    tree["train"] = {"steps": STEPS, **tree["train"]}
     tree = {section: keys for section, keys in tree.items() if keys}
     _check(tree, source)
     return "".join(f"# {line}\n" for line in [f"From {source}.", *notes(settings)]) + "\n" + toml_of(tree)

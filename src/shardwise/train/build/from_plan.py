@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import ValidationError
@@ -10,6 +11,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.models.source import ModelSource
 from shardwise.policy.precision import short_dtype_name
+from shardwise.policy.settings import RUN, tree_of
 from shardwise.train.config.schema import RANDOM, UNSET, Config, ModelConfig
 from shardwise.train.data.model_files import has_weights
 
@@ -46,31 +48,22 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
     master = short_dtype_name(precision.master or "float32")
     if job.lora:
         master = job.lora.dtype or job.compute_dtype
-    tree: dict[str, Any] = {
+    units = job.units if isinstance(job.units, int) else job.units_by_name
+    tree = tree_of({**{one: getattr(job, one) for one in RUN}, "units": units})
+    tree |= {
         "model": {**source.model_section(), **_weights(source), "dtype": master},
-        "data": {**_data(source), "seq_len": job.seq_len},
-        "train": {
-            "steps": STEPS,
-            "micro_batch": job.micro_batch,
-            "global_batch": job.micro_batch * job.accumulation * job.world_size,
-            "optimizer": job.optimizer,
-            "activation_checkpointing": job.activation_checkpointing,
-            "compile": job.compile,
-            **({"optimizer_in_backward": True, "clip": 0.0} if job.optimizer_in_backward else {}),
-        },
-        "parallel": {
-            "ranks": job.gpus_per_node,
-            "strategy": job.strategy.value,
-            "shard_group": job.shard_group,
-            "reshard_after_forward": job.reshard_after_forward,
-            "slots": job.slots,
-            "units": job.units if isinstance(job.units, int) else _listed(job.units_by_name),
-            "param_dtype": short_dtype_name(precision.param or precision.master or "float32"),
-            "reduce_dtype": short_dtype_name(precision.reduce or precision.param or precision.master or "float32"),
-        },
         "log": {"name": name},
         **_offload(job),
         **_lora(job),
+    }
+    tree["data"] |= _data(source)
+    tree["train"] |= {"steps": STEPS, "global_batch": job.micro_batch * job.accumulation * job.world_size}
+    if job.optimizer_in_backward:
+        tree["train"]["clip"] = 0.0
+    tree["parallel"] |= {
+        "ranks": job.gpus_per_node,
+        "param_dtype": short_dtype_name(precision.param or precision.master or "float32"),
+        "reduce_dtype": short_dtype_name(precision.reduce or precision.param or precision.master or "float32"),
     }
     try:
         return Config.model_validate(tree)
@@ -104,20 +97,17 @@ def _offload(job: Job) -> dict[str, Any]:
     if job.offload is None:
         return {}
     path = OFFLOAD_PATH if "nvme" in {job.offload.params, job.offload.optimizer} else None
-    ring_mib = None if job.offload.ring_bytes is None else max(1, job.offload.ring_bytes // 2**20)
-    places = {place: getattr(job.offload, place) for place in ("params", "optimizer", "gradients", "step")}
+    places = asdict(job.offload)
+    ring_bytes = places.pop("ring_bytes")
+    ring_mib = None if ring_bytes is None else max(1, ring_bytes // 2**20)
     return {"offload": {**places, "path": path, "ring_mib": ring_mib}}
 
 
 def _lora(job: Job) -> dict[str, Any]:
     if job.lora is None:
         return {}
-    adapters = {"r": job.lora.r, "dropout": job.lora.dropout, "targets": _listed(job.lora.targets)}
-    return {"lora": {**adapters, "base": job.precision.frozen}}
-
-
-def _listed(names: tuple[str, ...] | None) -> list[str] | None:
-    return None if names is None else [*names]
+    targets = None if job.lora.targets is None else [*job.lora.targets]
+    return {"lora": {"r": job.lora.r, "dropout": job.lora.dropout, "targets": targets, "base": job.precision.frozen}}
 
 
 def _check_job(job: Job) -> None:

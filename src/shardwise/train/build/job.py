@@ -12,6 +12,7 @@ from shardwise.plan.dry_run.job import Job
 from shardwise.plan.hardware.calibration import packaged_name
 from shardwise.plan.hardware.devices import Hardware, find_device, with_usable_bytes
 from shardwise.plan.models.source import ModelSource
+from shardwise.policy.settings import values_in
 from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.build.sharding import precision_of
 from shardwise.train.config.schema import RANDOM, Config
@@ -19,35 +20,25 @@ from shardwise.train.process.ranks import Ranks
 
 
 def arguments_of(config: Config, ranks: Ranks, hardware: Hardware) -> dict[str, Any]:
-    """Return the keyword arguments of `Job` for a run, without the strategy if it is "auto".
+    """Return the keyword arguments of `Job` for a run, without those that are "auto".
 
     Args:
         config: fitted to its ranks.
         ranks: this process's place in the run.
         hardware: the device of each rank.
     """
-    train, parallel = config.train, config.parallel
+    train = config.train
     assert train.global_batch is not None, "Config.for_ranks fills it in"
     per_node = min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)), ranks.world_size)
-    arguments = {
+    return {
+        **values_in(config.model_dump()),
         "gpu": hardware,
         "gpus_per_node": per_node,
         "nodes": ranks.world_size // per_node,
-        "shard_group": parallel.shard_group,
-        "units": frozenset(parallel.units) if isinstance(parallel.units, list) else parallel.units,
-        "precision": precision_of(parallel, config.lora),
-        "reshard_after_forward": parallel.reshard_after_forward,
-        "slots": parallel.slots,
-        "seq_len": config.data.seq_len,
-        "micro_batch": train.micro_batch,
+        "precision": precision_of(config.parallel, config.lora),
         "accumulation": train.global_batch // (train.micro_batch * ranks.world_size),
-        "activation_checkpointing": train.activation_checkpointing,
-        "compile": train.compile,
-        "optimizer": train.optimizer,
-        "optimizer_in_backward": train.optimizer_in_backward,
         "offload": config.offload.places,
     }
-    return arguments if parallel.strategy == "auto" else {**arguments, "strategy": parallel.strategy}
 
 
 def job_of(config: Config, ranks: Ranks, hardware: Hardware) -> Job:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
 from shardwise.model_tools.classes import classes_named
+from shardwise.policy.settings import SHARD
 from shardwise.train.config.schema import HYBRID_STRATEGIES, LoraConfig, OffloadConfig, ParallelConfig
 from shardwise.train.process.ranks import Ranks
 
@@ -27,17 +29,15 @@ def shard_model(
     Raises:
         ConfigError: `parallel.units` names a class that the model does not contain.
     """
-    return sw.shard(
-        model,
-        config.strategy,
-        mesh=_mesh(config, ranks),
-        units=_units(model, config.units),
-        precision=precision_of(config, lora),
-        reshard_after_forward=config.reshard_after_forward,
-        slots=config.slots,
-        offload=_offload(offload),
-        align=align,
-    )
+    arguments = {name: getattr(config, one.key.partition(".")[2]) for name, one in SHARD.items() if one.key}
+    arguments |= {
+        "mesh": _mesh(config, ranks),
+        "units": _units(model, config.units),
+        "precision": precision_of(config, lora),
+        "offload": _offload(offload),
+        "align": align,
+    }
+    return sw.shard(model, **arguments)
 
 
 def precision_of(config: ParallelConfig, lora: LoraConfig | None = None) -> sw.Precision:
@@ -48,16 +48,7 @@ def precision_of(config: ParallelConfig, lora: LoraConfig | None = None) -> sw.P
 
 def _offload(config: OffloadConfig | None) -> sw.Offload | None:
     places = None if config is None else config.places
-    if config is None or places is None:
-        return None
-    return sw.Offload(
-        places.params,
-        places.optimizer,
-        config.path,
-        ring_bytes=places.ring_bytes,
-        gradients=places.gradients,
-        step=places.step,
-    )
+    return None if config is None or places is None else sw.Offload(path=config.path, **asdict(places))
 
 
 def needs_loss_scaling(config: ParallelConfig) -> bool:

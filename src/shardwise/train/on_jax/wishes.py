@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from shardwise.errors import ConfigError
-from shardwise.train.config.schema import Config, ParallelConfig
+from shardwise.policy.offload import PLACES
+from shardwise.policy.settings import SHARD
+from shardwise.train.config.schema import Config
 
 REMAT = {"none": "none", "full": "full", "selective-ops": "dots", "offload": "offload"}
 """The argument `remat` of `train_step`, by `train.activation_checkpointing`."""
@@ -13,7 +15,6 @@ _STRATEGIES = ("full_shard", "hybrid_shard", "no_shard")
 def check_wishes(config: Config) -> None:
     """Raise ConfigError for the first setting that `backend = "jax"` does not support."""
     train, parallel = config.train, config.parallel
-    without = ParallelConfig()
     found = {
         f'train.optimizer = "{train.optimizer}"': train.optimizer != "adamw",
         f'train.on_nonfinite = "{train.on_nonfinite}"': train.on_nonfinite != "stop",
@@ -21,16 +22,15 @@ def check_wishes(config: Config) -> None:
         f'train.activation_checkpointing = "{train.activation_checkpointing}"': train.activation_checkpointing
         not in REMAT,
         f"lora.r = {config.lora.r}": config.lora.r > 0,
-        f'offload.params = "{config.offload.params}"': config.offload.params is not None,
-        f'offload.optimizer = "{config.offload.optimizer}"': config.offload.optimizer is not None,
-        f'offload.gradients = "{config.offload.gradients}"': config.offload.gradients is not None,
         f'parallel.strategy = "{parallel.strategy}"': parallel.strategy not in _STRATEGIES,
         f'parallel.param_dtype = "{parallel.param_dtype}"': parallel.param_dtype == "fp16",
-        f'parallel.reduce_dtype = "{parallel.reduce_dtype}"': parallel.reduce_dtype != without.reduce_dtype,
-        f"parallel.slots = {parallel.slots}": parallel.slots != without.slots,
-        "parallel.units": parallel.units is not None,
-        "parallel.reshard_after_forward": parallel.reshard_after_forward is not None,
+        f'parallel.reduce_dtype = "{parallel.reduce_dtype}"': parallel.reduce_dtype != "fp32",
     }
+    found |= {f'offload.{kind} = "{place}"': place is not None for kind, place in config.offload if kind in PLACES}
+    for name, one in SHARD.items():
+        if one.key and name != "strategy":
+            value = getattr(parallel, name)
+            found[f"{one.key} = {value}"] = value != one.default
     wrong = next((setting for setting, asked in found.items() if asked), None)
     if wrong is not None:
         raise ConfigError(
