@@ -68,9 +68,15 @@ num_processes: 8
 
 def test_deepspeed() -> None:
     found = read_deepspeed(DEEPSPEED, "ds.json")
-    assert (found.strategy, found.compute, found.reduce) == ("full_shard", "bf16", None)
-    assert (found.micro_batch, found.accumulation, found.global_batch) == (4, None, 64)
-    assert found.train == {
+    assert (found.get("parallel.strategy"), found.get("parallel.param_dtype"), found.get("parallel.reduce_dtype")) == (
+        "full_shard",
+        "bf16",
+        None,
+    )
+    assert (found.get("train.micro_batch"), found.accumulation, found.get("train.global_batch")) == (4, None, 64)
+    assert found.tree["train"] == {
+        "micro_batch": 4,
+        "global_batch": 64,
         "clip": 1.0,
         "lr": 3e-5,
         "betas": [0.8, 0.999],
@@ -81,7 +87,7 @@ def test_deepspeed() -> None:
         "warmup_steps": 200,
         "min_lr_ratio": 0.0001,
     }
-    assert found.log == {"every": 100}
+    assert found.tree["log"] == {"every": 100}
     assert found.without_equal == []
     assert found.without_effect == [
         "zero_optimization.overlap_comm",
@@ -92,12 +98,12 @@ def test_deepspeed() -> None:
 
 def test_what_is_auto_is_left_open() -> None:
     found = read_deepspeed(AUTO, "ds.json")
-    assert (found.strategy, found.compute, found.offload) == (
+    assert (found.get("parallel.strategy"), found.get("parallel.param_dtype"), found.tree["offload"]) == (
         "shard_grad_op",
         None,
         {"optimizer": "cpu", "gradients": "cpu"},
     )
-    assert found.train == {"schedule": "constant"}
+    assert found.tree["train"] == {"schedule": "constant"}
     assert "optimizer.params.lr" in found.open
     assert "gradient_clipping" in found.open
     assert found.changes[0] == "optimizer steps run on the device, which loads the optimizer state for the step"
@@ -110,7 +116,7 @@ def test_offload_to_disk_needs_deepspeeds_path() -> None:
         "offload_optimizer": {"device": "cpu"},
     }
     found = read_deepspeed({"zero_optimization": zero}, "ds.json")
-    assert found.offload == {"params": "nvme", "optimizer": "cpu", "gradients": "cpu", "path": "/local"}
+    assert found.tree["offload"] == {"params": "nvme", "optimizer": "cpu", "gradients": "cpu", "path": "/local"}
     assert found.changes == ["optimizer steps run on the device, which loads the optimizer state for the step"]
 
 
@@ -128,24 +134,24 @@ def test_offload_to_disk_needs_deepspeeds_path() -> None:
 )
 def test_stages(zero: dict[str, Any], strategy: str | None) -> None:
     found = read_deepspeed({"zero_optimization": zero}, "ds.json")
-    assert found.strategy == strategy
-    assert found.shard_group == zero.get("mics_shard_size")
+    assert found.get("parallel.strategy") == strategy
+    assert found.get("parallel.shard_group") == zero.get("mics_shard_size")
 
 
 def test_deepspeed_s_own_defaults() -> None:
     found = read_deepspeed({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "ds.json")
-    assert found.train == {"clip": 0.0, "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-    assert found.compute == "fp32"
+    assert found.tree["train"] == {"clip": 0.0, "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+    assert found.get("parallel.param_dtype") == "fp32"
     assert found.open == ["scheduler"]
     assert "decoupled" in found.changes[0]
 
 
 def test_names_of_optimizers_are_looked_up_in_lower_case() -> None:
     found = read_deepspeed({"optimizer": {"type": "adamw", "params": {"lr": 3e-5}}}, "ds.json")
-    assert (found.train["lr"], found.train["betas"], found.without_equal) == (3e-5, [0.9, 0.999], [])
+    assert (found.tree["train"]["lr"], found.tree["train"]["betas"], found.without_equal) == (3e-5, [0.9, 0.999], [])
     muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}}}
     found = read_deepspeed(muon, "ds.json")
-    assert found.train == {"clip": 0.0, "weight_decay": 0.1, "optimizer": "muon", "momentum": 0.9}
+    assert found.tree["train"] == {"clip": 0.0, "weight_decay": 0.1, "optimizer": "muon", "momentum": 0.9}
     assert found.without_equal == []
     assert any(change.startswith("updates of Muon are scaled") for change in found.changes)
 
@@ -163,29 +169,29 @@ def test_names_of_optimizers_are_looked_up_in_lower_case() -> None:
 def test_where_a_schedule_ends(kind: str, params: dict[str, Any], lr: float, ratio: float | None) -> None:
     values = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-5}}, "scheduler": {"type": kind, "params": params}}
     found = read_deepspeed(values, "ds.json")
-    assert found.train["lr"] == lr
-    assert found.train.get("min_lr_ratio") == (None if ratio is None else pytest.approx(ratio))
+    assert found.tree["train"]["lr"] == lr
+    assert found.tree["train"].get("min_lr_ratio") == (None if ratio is None else pytest.approx(ratio))
 
 
 @pytest.mark.parametrize("every", [0, float("inf"), 2.5])
 def test_a_log_setting_that_there_is_not_hinders_nothing(every: float) -> None:
     found = read_deepspeed({"zero_optimization": {"stage": 3}, "steps_per_print": every}, "ds.json")
-    assert found.log == {}
+    assert found.tree["log"] == {}
     assert any("steps_per_print" in change for change in found.changes)
 
 
 def test_a_smaller_group_to_reshard_to_is_stage_3s() -> None:
     found = read_deepspeed({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}}, "ds.json")
-    assert (found.reshard_after_forward, found.strategy) == (None, "shard_grad_op")
+    assert (found.get("parallel.reshard_after_forward"), found.get("parallel.strategy")) == (None, "shard_grad_op")
     assert "zero_optimization.zero_hpz_partition_size" in found.without_effect
 
 
 def test_other_tools_logs() -> None:
     logs = {"tensorboard": {"enabled": True}, "wandb": {"enabled": True, "project": "sevens", "team": "ours"}}
     found = read_deepspeed({"zero_optimization": {"stage": 3}, **logs}, "ds.json")
-    assert found.log == {"tensorboard": True, "wandb": "sevens"}
+    assert found.tree["log"] == {"tensorboard": True, "wandb": "sevens"}
     assert any("wandb.team" in change and "WANDB_ENTITY" in change for change in found.changes)
-    assert read_deepspeed({"wandb": {"enabled": True}}, "ds.json").log == {"wandb": "deepspeed"}
+    assert read_deepspeed({"wandb": {"enabled": True}}, "ds.json").tree["log"] == {"wandb": "deepspeed"}
 
 
 def test_nothing_is_left_out_in_silence() -> None:
@@ -199,7 +205,7 @@ def test_nothing_is_left_out_in_silence() -> None:
         "curriculum_learning": {"enabled": True},
     }
     found = read_deepspeed(values, "ds.json")
-    assert (found.reshard_after_forward, found.reduce) == (8, "fp16")
+    assert (found.get("parallel.reshard_after_forward"), found.get("parallel.reduce_dtype")) == (8, "fp16")
     told = " | ".join(found.without_equal)
     for name in (
         "zero_optimization.zero_quantized_weights", "OneBitAdam", "optimizer.params.freeze_step", "OneCycle",
@@ -230,9 +236,13 @@ def test_values_that_cannot_be(values: dict[str, Any], words: str) -> None:
 def test_accelerate_s_fsdp_1(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(FSDP1)
     found = read(tmp_path / "a.yaml")
-    assert (found.library, found.strategy, found.compute) == ("Accelerate", "shard_grad_op", "bf16")
-    assert found.units == ["LlamaDecoderLayer", "LlamaMLP"]
-    assert found.train == {"activation_checkpointing": "full"}
+    assert (found.library, found.get("parallel.strategy"), found.get("parallel.param_dtype")) == (
+        "Accelerate",
+        "shard_grad_op",
+        "bf16",
+    )
+    assert found.get("parallel.units") == ["LlamaDecoderLayer", "LlamaMLP"]
+    assert found.tree["train"] == {"activation_checkpointing": "full"}
     assert (found.ranks, found.nodes) == (16, 2)
     assert "backward_prefetch" in found.without_effect
     assert found.without_equal == []
@@ -244,8 +254,14 @@ def test_accelerate_s_fsdp_1(tmp_path: Path) -> None:
 def test_accelerate_s_fsdp_2(tmp_path: Path, reshard: str, offload: str, strategy: str) -> None:
     (tmp_path / "a.yml").write_text(FSDP2.format(reshard=reshard, offload=offload))
     found = read(tmp_path / "a.yml")
-    assert (found.strategy, found.units, found.compute) == (strategy, 1_000_000, "fp32")
-    assert found.offload == ({"params": "cpu", "optimizer": "cpu", "gradients": "cpu"} if offload == "true" else {})
+    assert (found.get("parallel.strategy"), found.get("parallel.units"), found.get("parallel.param_dtype")) == (
+        strategy,
+        1_000_000,
+        "fp32",
+    )
+    assert found.tree["offload"] == (
+        {"params": "cpu", "optimizer": "cpu", "gradients": "cpu"} if offload == "true" else {}
+    )
 
 
 def test_accelerate_s_deepspeed(tmp_path: Path) -> None:
@@ -264,16 +280,20 @@ def test_accelerate_s_deepspeed(tmp_path: Path) -> None:
     }
     (tmp_path / "a.json").write_text(json.dumps(inline))
     found = read(tmp_path / "a.json")
-    assert (found.strategy, found.compute, found.accumulation) == ("full_shard", "fp16", 4)
-    assert found.offload == {"params": "nvme", "path": "/local"}
-    assert found.train == {"clip": 0.5}
+    assert (found.get("parallel.strategy"), found.get("parallel.param_dtype"), found.accumulation) == (
+        "full_shard",
+        "fp16",
+        4,
+    )
+    assert found.tree["offload"] == {"params": "nvme", "path": "/local"}
+    assert found.tree["train"] == {"clip": 0.5}
     assert "bf16.enabled" not in found.open  # which is nowhere in the file
     assert found.without_equal == []
     (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
     named = {**inline, "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
     (tmp_path / "a.json").write_text(json.dumps(named))
     found = read(tmp_path / "a.json")
-    assert (found.compute, found.whole_batch, found.steps_accumulated) == ("bf16", 64, 4)
+    assert (found.get("parallel.param_dtype"), found.whole_batch, found.steps_accumulated) == ("bf16", 64, 4)
 
 
 @pytest.mark.parametrize(
@@ -286,13 +306,17 @@ def test_accelerate_s_deepspeed(tmp_path: Path) -> None:
     ],
 )
 def test_names_and_numbers_of_strategies(asked: object, strategy: str) -> None:
-    assert read_fsdp({"fsdp_sharding_strategy": asked}, "f").strategy == strategy
+    assert read_fsdp({"fsdp_sharding_strategy": asked}, "f").get("parallel.strategy") == strategy
 
 
 def test_transformers_fsdp_config(tmp_path: Path) -> None:
     (tmp_path / "fsdp.json").write_text('{"transformer_layer_cls_to_wrap": ["GPT2Block"], "xla": false}')
     found = read(tmp_path / "fsdp.json")
-    assert (found.strategy, found.units, found.without_equal) == ("full_shard", ["GPT2Block"], ["xla"])
+    assert (found.get("parallel.strategy"), found.get("parallel.units"), found.without_equal) == (
+        "full_shard",
+        ["GPT2Block"],
+        ["xla"],
+    )
 
 
 @pytest.mark.parametrize(

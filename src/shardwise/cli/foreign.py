@@ -96,13 +96,15 @@ def _found(settings: ForeignSettings, source: Path) -> dict[str, Any]:
     nodes = settings.nodes or 1
     if settings.ranks is not None and settings.ranks % nodes:
         raise PlanError(f"{source}: num_processes={settings.ranks} is not a multiple of num_machines={nodes}")
-    compute, accumulation = settings.compute, settings.steps_accumulated
+    compute, reduce = settings.get("parallel.param_dtype"), settings.get("parallel.reduce_dtype")
+    accumulation = settings.steps_accumulated
+    places = {key: place for key, place in settings.tree["offload"].items() if key != "path"}
     return {
         **values_in(settings.tree),
-        "precision": Precision(compute, settings.reduce or "fp32", "fp32") if compute is not None else None,
+        "precision": Precision(compute, reduce or "fp32", "fp32") if compute is not None else None,
         "accumulation": accumulation,
-        "global_batch": settings.global_batch if accumulation is None else None,
-        "offload": Places.of({key: place for key, place in settings.offload.items() if key != "path"}),
+        "global_batch": settings.get("train.global_batch") if accumulation is None else None,
+        "offload": Places.of(places),
         "gpus": settings.ranks // nodes if settings.ranks is not None else None,
         "nodes": settings.nodes,
     }

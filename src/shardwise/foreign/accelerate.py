@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from shardwise.foreign.deepspeed import read_deepspeed
 from shardwise.foreign.fsdp import read_fsdp
 from shardwise.foreign.settings import ForeignSettings
-from shardwise.foreign.settings_table import SettingsTable
+from shardwise.foreign.settings_table import AUTO, SettingsTable
 
-LIBRARY = "Accelerate"
 KEYS = {"distributed_type", "fsdp_config", "deepspeed_config", "compute_environment"}
 """A file with any of these keys is Accelerate's."""
-_PLAIN = {"NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU"}
+_KINDS = {"NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "FSDP", "DEEPSPEED"}
 _ABOUT_LAUNCHING = {
     "compute_environment", "debug", "machine_rank", "main_process_ip", "main_process_port", "main_training_function",
     "rdzv_backend", "same_network", "use_cpu", "enable_cpu_affinity", "tpu_env", "tpu_use_cluster", "tpu_use_sudo",
@@ -35,31 +33,32 @@ def read_accelerate(
 
     Raises ConfigError, naming the key, for an invalid value or another `distributed_type`.
     """
-    opened: list[str] = []
-    tree = SettingsTable(where, values, opened)
-    kind = tree.word("distributed_type", {*_PLAIN, "FSDP", "DEEPSPEED"}) or "NO"
+    section = ForeignSettings("Accelerate")
+    tree = SettingsTable(where, values, section)
+    kind = tree.word("distributed_type", _KINDS) or "NO"
     fsdp, deepspeed = tree.values("fsdp_config"), tree.values("deepspeed_config")
     if kind == "FSDP":
         settings = read_fsdp(fsdp, f"{where}: fsdp_config")
     elif kind == "DEEPSPEED":
-        settings = _of_deepspeed(deepspeed, where, other_file)
+        settings = _of_deepspeed(deepspeed, f"{where}: deepspeed_config", other_file)
     else:
-        settings = ForeignSettings(LIBRARY, strategy="no_shard")
-    settings = replace(settings, library=LIBRARY)
-    settings.open += opened
+        settings = ForeignSettings("")
+        settings.set("parallel.strategy", "no_shard")
+    settings.library = section.library
     settings.ranks, settings.nodes = tree.whole("num_processes", least=1), tree.whole("num_machines", least=1)
     compute = tree.word("mixed_precision", {"no", "bf16", "fp16", "fp8"})
     if compute == "fp8":
         settings.without_equal.append("mixed_precision fp8: bf16 is written instead")
-    if compute is not None and settings.compute is None:
-        settings.compute = {"no": "fp32", "fp8": "bf16"}.get(compute, compute)
+    if compute is not None and settings.get("parallel.param_dtype") is None:
+        dtype = {"no": "fp32", "fp8": "bf16"}.get(compute, compute)
+        settings.set("parallel.param_dtype", dtype)
         if kind == "FSDP" and compute != "no":
-            settings.changes.append(f"gradients are summed over ranks in fp32, not in {settings.compute} as in FSDP")
-    dynamo = tree.table("dynamo_config")
-    if str(dynamo.take("dynamo_backend") or "NO").upper() != "NO":
-        settings.train["compile"] = True
-    settings.without_effect += tree.taken(_ABOUT_LAUNCHING)
-    settings.without_equal += tree.rest
+            settings.changes.append(f"gradients are summed over ranks in fp32, not in {dtype} as in FSDP")
+    if str(tree.table("dynamo_config").take("dynamo_backend") or "NO").upper() != "NO":
+        settings.set("train.compile", True)
+    tree.finish(_ABOUT_LAUNCHING)
+    for name in ("open", "without_effect", "without_equal"):
+        getattr(settings, name).extend(getattr(section, name))
     return settings
 
 
@@ -67,28 +66,22 @@ def _of_deepspeed(
     values: Mapping[str, Any], where: str, other_file: Callable[[str], Mapping[str, Any]]
 ) -> ForeignSettings:
     """Read the section `deepspeed_config`, which either names a file of DeepSpeed's or has a few settings itself."""
-    opened: list[str] = []
-    section = SettingsTable(f"{where}: deepspeed_config", values, opened)
-    named = section.word("deepspeed_config_file")
+    named = SettingsTable(where, values, ForeignSettings("")).word("deepspeed_config_file")
     if named is not None:
         return read_deepspeed(other_file(named), named)
-    zero: dict[str, Any] = {"stage": section.take("zero_stage")}
+    rest = dict(values)
+    zero: dict[str, Any] = {"stage": rest.pop("zero_stage", None)}
     for part in ("param", "optimizer"):
-        keys = {
-            "device": section.take(f"offload_{part}_device"),
-            "nvme_path": section.take(f"offload_{part}_nvme_path"),
-        }
-        zero[f"offload_{part}"] = {key: value for key, value in keys.items() if value is not None}
+        keys = {"device": f"offload_{part}_device", "nvme_path": f"offload_{part}_nvme_path"}
+        zero[f"offload_{part}"] = {key: rest.pop(name) for key, name in keys.items() if name in rest}
     own = {
         "zero_optimization": {key: value for key, value in zero.items() if value is not None},
-        "gradient_accumulation_steps": section.take("gradient_accumulation_steps") or "auto",
-        "gradient_clipping": section.take("gradient_clipping") or "auto",
-        "bf16": {"enabled": "auto"},
+        "gradient_accumulation_steps": rest.pop("gradient_accumulation_steps", None) or AUTO,
+        "gradient_clipping": rest.pop("gradient_clipping", None) or AUTO,
+        "bf16": {"enabled": AUTO},
     }
-    settings = read_deepspeed(own, f"{where}: deepspeed_config")
+    settings = read_deepspeed(own, where)
     settings.open.remove("bf16.enabled")  # `mixed_precision` says it
-    settings.without_effect += section.taken(
-        {"zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher"}
-    )
-    settings.without_equal += section.rest
+    section = SettingsTable(where, rest, settings)
+    section.finish({"zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher"})
     return settings

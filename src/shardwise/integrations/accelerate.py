@@ -78,14 +78,13 @@ class ShardwisePlugin(ShardArguments):
         """
         fsdp_settings.check_honoured(plugin)
         settings = fsdp_settings.settings_of(plugin)
-        assert settings.strategy is not None
         return cls(
-            strategy=settings.strategy,
+            strategy=settings.get("parallel.strategy"),
             units=fsdp_settings.units_of(settings),
             precision=fsdp_settings.precision_of(plugin),
             offload=fsdp_settings.offload_of(plugin),
             ignored_modules=plugin.ignored_modules,
-            activation_checkpointing=settings.train.get("activation_checkpointing", "none"),
+            activation_checkpointing=settings.get("train.activation_checkpointing") or "none",
         )
 
     def shard(self, model: nn.Module, mixed_precision: str) -> None:

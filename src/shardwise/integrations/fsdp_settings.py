@@ -53,9 +53,8 @@ class NamedClasses:
 
 def units_of(settings: ForeignSettings) -> Callable[[str, nn.Module], bool] | int | None:
     """Return the `units` that match FSDP's wrapping: by class name, by least size, or None for automatic units."""
-    if not isinstance(settings.units, list):
-        return settings.units
-    return NamedClasses(tuple(settings.units))
+    units: list[str] | int | None = settings.get("parallel.units")
+    return NamedClasses(tuple(units)) if isinstance(units, list) else units
 
 
 def precision_of(plugin: Any) -> Precision | None:

@@ -28,6 +28,10 @@ def configuration_of(settings: ForeignSettings, source: Path) -> str:
     """
     tree = {"model": {"path": UNSET}, "data": {"source": UNSET}, **settings.tree}
     tree["train"] = {"steps": STEPS, **tree["train"]}
+    if settings.whole_batch is not None:
+        tree["train"]["global_batch"] = settings.whole_batch
+    if settings.ranks is not None and settings.nodes in {None, 1}:
+        tree["parallel"] = {"ranks": settings.ranks, **tree["parallel"]}
     tree = {section: keys for section, keys in tree.items() if keys}
     _check(tree, source)
     return "".join(f"# {line}\n" for line in [f"From {source}.", *notes(settings)]) + "\n" + toml_of(tree)
@@ -37,7 +41,7 @@ def notes(settings: ForeignSettings) -> list[str]:
     """Return one line for each thing that the user must set, that differs, that has no counterpart, has no effect or
     was "auto"."""
     set_by_user = ["model.path", "data.source"]
-    if "steps" not in settings.train:
+    if settings.get("train.steps") is None:
         set_by_user.append("train.steps")
     lines = [f"To set: {', '.join(set_by_user)}."]
     if settings.accumulation is not None and settings.whole_batch is None:
