@@ -8,16 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli import own_settings
 from shardwise.errors import ConfigError, PlanError
 from shardwise.foreign.files import SUFFIXES, read
 from shardwise.foreign.settings import ForeignSettings
+from shardwise.policy.adapters import Adapters
 from shardwise.policy.places import Places
 from shardwise.policy.precision import Precision
 from shardwise.policy.settings import RUN, values_in, words
 
 if TYPE_CHECKING:
     from shardwise.cli.plan_options import Options
+    from shardwise.plan.hardware.devices import Hardware
 
 
 _SHARDING = ("strategy", "shard_group", "reshard_after_forward")
@@ -69,18 +70,21 @@ def convert(source: str, target: str | None, given: Mapping[str, object]) -> Non
 
 def with_settings(options: Options) -> Options:
     """Return the options of `shardwise plan`, filled in from the file of `--from`. Options that the command line sets,
-    and what they override (`_DISPLACES`), are not taken from the file. Prints what was taken.
+    and what they override (`_DISPLACES`), are not taken from the file. Prints on standard error what was taken and what
+    differs, since standard output may be JSON.
 
-    Raises ConfigError: the file cannot be read. PlanError: it names an unknown device, or ranks that do not divide.
+    Raises ConfigError: the file cannot be read, or trains on JAX. PlanError: it names an unknown device, or ranks that
+    do not divide.
     """
     if options.foreign is None:
         return options
-    settings: ForeignSettings | None = None
-    if options.foreign.suffix.lower() == own_settings.SUFFIX:
-        found = own_settings.options_of(options.foreign, options.gpu)
+    library, differences = "shardwise", list[str]()
+    if options.foreign.suffix.lower() == ".toml":
+        found = _own(options.foreign, options.gpu)
     else:
         settings = read(options.foreign)
-        found = _found(settings, options.foreign)
+        library, found = settings.library, _found(settings, options.foreign)
+        differences = [*settings.changes, *(f"no counterpart: {name}" for name in settings.without_equal)]
     usual = type(options)()
     displaced = {name for given, others in _DISPLACES.items() if getattr(options, given) is not None for name in others}
     taken: dict[str, Any] = {
@@ -88,8 +92,52 @@ def with_settings(options: Options) -> Options:
         for name, value in found.items()
         if value not in (None, False) and getattr(options, name) == getattr(usual, name) and name not in displaced
     }
-    _tell(options.foreign, settings, taken)
+    said = ", ".join(map(_said, taken.items())) or "nothing to plan with"
+    print(f"{options.foreign} ({library}): {said}", *differences, sep="\n  ", file=sys.stderr)
     return replace(options, **taken)
+
+
+def _own(path: Path, gpu: str | None) -> dict[str, Any]:
+    """Return what a configuration of ours says about a run, by name of the option; None for what it leaves open.
+
+    An inline model is included only if it sets `vocab_size` itself; otherwise its vocabulary would depend on the data.
+
+    Args:
+        path: the file.
+        gpu: the device to plan for; None: the file's, or the default one. If the file leaves `param_dtype` open, the
+            device decides it, as in training.
+    """
+    from shardwise.plan.hardware.devices import find_device
+    from shardwise.plan.hardware.machines import USUAL_GPU
+    from shardwise.train.config.files import load
+
+    config = load(path)
+    model, parallel, lora = config.model, config.parallel, config.lora
+    if parallel.backend != "torch":
+        raise ConfigError(
+            f"{path}: parallel.backend = {parallel.backend!r} is planned only with shardwise plan --backend jax"
+        )
+    compute = parallel.param_dtype or _computed_in(model.dtype, find_device(gpu or parallel.hardware or USUAL_GPU))
+    targets = None if lora.targets is None else tuple(lora.targets)
+    return {
+        "model": model.path or model.factory or (model.config if "vocab_size" in (model.config or {}) else None),
+        "gpu": parallel.hardware,
+        "gpus": parallel.ranks if isinstance(parallel.ranks, int) else None,
+        "global_batch": config.train.global_batch,
+        "precision": Precision(compute, parallel.reduce_dtype, "fp32" if lora.r else model.dtype),
+        "lora": Adapters(lora.r, targets, lora.dropout, model.dtype) if lora.r else None,
+        "base": lora.base,
+        **values_in(config.model_dump()),
+        "offload": config.offload.places,
+    }
+
+
+def _computed_in(stored: str, device: Hardware) -> str | None:
+    """Return the compute dtype of a new run on a device, as `train.build.compute_dtype` settles it; None is the one in
+    which parameters are stored."""
+    if device.kind == "cpu":
+        return None
+    return "bf16" if stored == "fp32" and "bf16" in device.peak_flops else stored
 
 
 def _found(settings: ForeignSettings, source: Path) -> dict[str, Any]:
@@ -108,17 +156,6 @@ def _found(settings: ForeignSettings, source: Path) -> dict[str, Any]:
         "gpus": settings.ranks // nodes if settings.ranks is not None else None,
         "nodes": settings.nodes,
     }
-
-
-def _tell(source: Path, settings: ForeignSettings | None, taken: Mapping[str, object]) -> None:
-    """Print on standard error what was taken from the file; standard output may be JSON. `settings`: those of another
-    library's file, None for one of ours."""
-    library = "shardwise" if settings is None else settings.library
-    said = ", ".join(map(_said, taken.items())) or "nothing to plan with"
-    print(f"{source} ({library}): {said}", file=sys.stderr)
-    if settings is not None:
-        for line in (*settings.changes, *(f"no counterpart: {name}" for name in settings.without_equal)):
-            print(f"  {line}", file=sys.stderr)
 
 
 def _said(option: tuple[str, object]) -> str:

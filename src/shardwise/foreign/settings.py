@@ -67,4 +67,5 @@ class ForeignSettings:
         batch, micro_batch = self.get("train.global_batch"), self.get("train.micro_batch")
         if self.accumulation is not None or None in {batch, micro_batch, self.ranks}:
             return self.accumulation
-        return max(1, int(batch) // (micro_batch * self.ranks))
+        steps: int = batch // (micro_batch * self.ranks)
+        return max(1, steps)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from pydantic import ValidationError
-
-from shardwise.errors import ConfigError
 from shardwise.foreign.settings import ForeignSettings
-from shardwise.train.config.files import toml_of
-from shardwise.train.config.schema import UNSET, Config
+from shardwise.train.config.files import config_of, toml_of
+from shardwise.train.config.schema import UNSET
 
 STEPS = 1000
 """`train.steps` in a written configuration if the other library's file does not give it."""
@@ -33,7 +29,7 @@ def configuration_of(settings: ForeignSettings, source: Path) -> str:
     if settings.ranks is not None and settings.nodes in {None, 1}:
         tree["parallel"] = {"ranks": settings.ranks, **tree["parallel"]}
     tree = {section: keys for section, keys in tree.items() if keys}
-    _check(tree, source)
+    config_of({**tree, "log": {"name": "foreign", **settings.tree["log"]}}, source)
     return "".join(f"# {line}\n" for line in [f"From {source}.", *notes(settings)]) + "\n" + toml_of(tree)
 
 
@@ -59,14 +55,3 @@ def notes(settings: ForeignSettings) -> list[str]:
     if settings.open:
         lines.append(f"Left to the program there (auto), and to our defaults here: {', '.join(settings.open)}.")
     return lines
-
-
-def _check(tree: dict[str, dict[str, Any]], source: Path) -> None:
-    try:
-        Config.model_validate({**tree, "log": {"name": "foreign", **tree.get("log", {})}})
-    except ValidationError as error:
-        detail = error.errors(include_url=False)[0]
-        place = ".".join(map(str, detail["loc"][:2]))
-        raise ConfigError(
-            f"{source}: {detail['input']!r} is not allowed for {place} in a shardwise configuration: {detail['msg']}"
-        ) from None

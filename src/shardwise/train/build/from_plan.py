@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from pydantic import ValidationError
-
-from shardwise.errors import PlanError
+from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.models.source import ModelSource
 from shardwise.policy.precision import short_dtype_name
 from shardwise.policy.settings import RUN, tree_of
+from shardwise.train.config.files import config_of
 from shardwise.train.config.schema import RANDOM, UNSET, Config, ModelConfig
 from shardwise.train.data.model_files import has_weights
 
@@ -66,11 +65,9 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
         "reduce_dtype": short_dtype_name(precision.reduce or precision.param or precision.master or "float32"),
     }
     try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        detail = error.errors(include_url=False)[0]
-        place = ".".join(map(str, detail["loc"]))
-        raise PlanError(f"no training configuration can hold this plan: {place}: {detail['msg']}") from None
+        return config_of(tree, "no training configuration can hold this plan")
+    except ConfigError as error:
+        raise PlanError(str(error)) from None
 
 
 def _weights(source: ModelSource) -> dict[str, Any]:

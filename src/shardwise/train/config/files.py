@@ -38,10 +38,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     log = tree.setdefault("log", {})
     if isinstance(log, dict):
         log.setdefault("name", path.stem)
+    return config_of(tree, path)
+
+
+def config_of(tree: Mapping[str, Any], where: object) -> Config:
+    """Return the configuration with these keys, by section. Raises ConfigError, which begins with `where`, if a key or
+    value is wrong."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_explain(error, path)) from None
+        raise ConfigError(f"{where}: {_explain(error)}") from None
 
 
 def dump_toml(config: Config) -> str:
@@ -106,14 +112,14 @@ def _parse_value(text: str) -> Any:
     return parsed["value"]
 
 
-def _explain(error: ValidationError, path: Path) -> str:
+def _explain(error: ValidationError) -> str:
     """Return one line about the first mistake, with the number of further mistakes."""
     details = error.errors(include_url=False)
     unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
     first = (unknown or details)[0]  # a mistyped required key is both missing and unknown: report the typo
     names = {tuple(_field_path(detail["loc"])) for detail in details}
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return f"{path}: {_explain_one(first, details)}{more}"
+    return f"{_explain_one(first, details)}{more}"
 
 
 def _explain_one(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> str:
