@@ -55,7 +55,6 @@ _RunOptions = make_dataclass(
             field(default=False if one.is_flag else None),
         )
         for name, one in RUN.items()
-        if one.option
     ],
     frozen=True,
 )
@@ -124,7 +123,7 @@ class Options(_RunOptions, _ClusterOptions):  # type: ignore[misc, valid-type]  
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the job to plan: a value, values to search over, or None to leave it to the
         search."""
-        run = {name: one.values(getattr(self, name)) for name, one in RUN.items() if one.option}
+        run = {name: one.values(getattr(self, name)) for name, one in RUN.items()}
         precisions = run["precision"] or [Precision.of("fp32" if self.autocast else "bf16")]
         return {
             **run,

@@ -47,7 +47,7 @@ SEQ_LEN = 2048
 AUTO = "auto"
 """In configurations: a plan before the run chooses the value."""
 
-_KEY = "setting"
+_METADATA = "setting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,6 @@ class Setting:
     UserError. None: words or whole numbers, separated by commas."""
     usual: str = ""
     """What `shardwise plan` takes if the option is left out, if that is not the default."""
-    is_option: bool = True
-    """Whether it has a form in words at all, for command lines."""
     name: str = ""
     default: Any = None
 
@@ -91,8 +89,8 @@ class Setting:
 
     @property
     def option(self) -> str:
-        """The option of `shardwise plan`; "" if there is none."""
-        return f"--{self.name.replace('_', '-')}" if self.is_option else ""
+        """The option of `shardwise plan` for it."""
+        return f"--{self.name.replace('_', '-')}"
 
     @property
     def otherwise(self) -> str:
@@ -124,15 +122,15 @@ class Setting:
 
 def setting(default: Any, help: str, **more: Any) -> Any:  # noqa: A002 - as in argparse and typer
     """Return a field of a dataclass with its `Setting`."""
-    return field(default=default, metadata={_KEY: Setting(help, **more)})
+    return field(default=default, metadata={_METADATA: Setting(help, **more)})
 
 
 def settings_of(kind: type) -> dict[str, Setting]:
     """Return the settings that a class describes, its base classes' included, by name."""
     return {
-        one.name: replace(one.metadata[_KEY], name=one.name, default=one.default)
+        one.name: replace(one.metadata[_METADATA], name=one.name, default=one.default)
         for one in fields(kind)
-        if _KEY in one.metadata
+        if _METADATA in one.metadata
     }
 
 
@@ -154,7 +152,7 @@ def values_in(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     Args:
         tree: the configuration's sections with their keys, some of which may be missing.
     """
-    found = {name: tree.get(section, {}).get(key) for name, (section, key) in _PLACES_IN_TREE.items()}
+    found = {name: tree.get(section, {}).get(key) for name, (section, key) in _KEYS.items()}
     return {
         name: frozenset(value) if isinstance(value, list) else value
         for name, value in found.items()
@@ -166,7 +164,7 @@ def tree_of(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the keys of a configuration, by section, for settings of a run that have a key of their own; other values
     are left out."""
     tree: dict[str, dict[str, Any]] = {}
-    for name, (section, key) in _PLACES_IN_TREE.items():
+    for name, (section, key) in _KEYS.items():
         value = values.get(name)
         if isinstance(value, Strategy):
             value = value.value
@@ -255,17 +253,15 @@ class ShardArguments(ShardSettings):
         None,
         "The data axes, of a torch `DeviceMesh`: shard, or (replicate, shard).",
         unset="all ranks; for hybrid strategies one shard group per host",
-        is_option=False,
     )
     ignored: Iterable[Any] = setting(
-        (), "Parameters that are left alone: neither moved, sharded nor reduced.", unset="none", is_option=False
+        (), "Parameters that are left alone: neither moved, sharded nor reduced.", unset="none"
     )
     align: int | None = setting(
         None,
         "Every rank's piece of a parameter begins at a multiple of this many elements.",
         unset="anywhere",
         check=checked_align,
-        is_option=False,
     )
 
 
@@ -332,4 +328,4 @@ class RunSettings(ShardSettings):
 
 SHARD, RUN, ARGUMENTS = settings_of(ShardSettings), settings_of(RunSettings), settings_of(ShardArguments)
 """The settings by name: of `sw.shard` and a plan both, of a plan, of `sw.shard`."""
-_PLACES_IN_TREE = {name: one.key.split(".") for name, one in RUN.items() if one.key}
+_KEYS = {name: one.key.split(".") for name, one in RUN.items() if one.key}
