@@ -63,10 +63,12 @@ _ATTACHED = {
         "engine.extensions.late_parameters:attach",
         "engine.extensions.manual_unshard:attach",
     ),
+    "groups": ("engine.extensions.hybrid_groups:groups_of",),
     "saved tensors": (
         "engine.extensions.manual_unshard:handle_of",
         "engine.extensions.subclass_wrappers:handle_of",
     ),
+    "secondary group": ("engine.extensions.hybrid_groups:secondary_group",),
     "sharded parameters": tuple(
         f"sharded.extensions.{module}:attach"
         for module in (

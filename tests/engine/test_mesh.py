@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
+from shardwise import registry
 from shardwise.engine.lookup import require_engine
 from shardwise.engine.mesh import build_mesh
 from shardwise.errors import MeshError
@@ -50,6 +52,17 @@ def test_groups_that_are_given_are_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert not dist.is_initialized()
     sw.shard(nn.Linear(2, 2), mesh=mesh)
+
+
+@on_ranks(2)
+def test_the_engine_alone_makes_one_group_of_all_ranks() -> None:
+    with mock.patch.object(registry, "_names", {}):
+        for strategy, sizes in ((Strategy.FULL_SHARD, (2, 1)), (Strategy.NO_SHARD, (1, 2))):
+            mesh = build_mesh(strategy, None, None, None)
+            assert (mesh.shard.world_size, mesh.replicate.world_size) == sizes
+            assert mesh.spans[not strategy.sharded] == (0, 1)
+        with pytest.raises(MeshError, match="'hybrid_shard' needs groups of two kinds"):
+            build_mesh(Strategy.HYBRID_SHARD, None, None, None)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +14,17 @@ from shardwise.comm.dry import DryCollectives
 from shardwise.comm.protocol import Collectives
 from shardwise.comm.select import collectives_for
 from shardwise.errors import MeshError
-from shardwise.layout.groups import consecutive_groups, hybrid_groups
 from shardwise.policy.strategy import Strategy
+from shardwise.registry import registered
 
 Spans = tuple[tuple[int, ...], tuple[int, ...]]
 """Global ranks of this rank's shard group and replicate group, in order."""
+Groups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+"""A shard group and a replicate group of torch's. None: this rank alone."""
+GROUPS = "groups"
+"""Functions that are asked first for the groups of a strategy: (strategy, mesh: DeviceMesh | None) -> Groups | None."""
+SECONDARY_GROUP = "secondary group"
+"""The function that makes one: (shard group, size: int) -> dist.ProcessGroup | None. Every rank calls it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,20 +83,28 @@ def build_mesh(
     device = device or _device_for(mesh)
     if world_size == 1 and mesh is None:
         return Mesh(_alone(device), _alone(device), device, secondary_size=secondary_size)
-    if mesh is not None:
-        shard, replicate = _from_device_mesh(strategy, mesh)
-    elif strategy.replicated and strategy.sharded:
-        shard, replicate = _per_host(world_size)
-    elif strategy.replicated:
-        shard, replicate = None, dist.group.WORLD
-    else:
-        shard, replicate = dist.group.WORLD, None
+    shard, replicate = _groups_of(strategy, mesh)
     over_shard = _alone(device) if shard is None else collectives_for(shard, device)
     over_replicas = _alone(device) if replicate is None else collectives_for(replicate, device)
     secondary = None
     if secondary_size is not None and over_shard.world_size not in {1, secondary_size}:
-        secondary = collectives_for(_subgroup(shard, over_shard.world_size, secondary_size), device)
+        (make,) = registered(SECONDARY_GROUP)
+        secondary = collectives_for(make(shard, secondary_size), device)
     return Mesh(over_shard, over_replicas, device, _spans(shard, replicate), secondary, secondary_size)
+
+
+def _groups_of(strategy: Strategy, mesh: DeviceMesh | None) -> Groups:
+    """Return this rank's groups. Every rank must call this, unless there is a mesh."""
+    for choose in registered(GROUPS):
+        found: Groups | None = choose(strategy, mesh)
+        if found is not None:
+            return found
+    if strategy.sharded and strategy.replicated:
+        raise MeshError(f"strategy {strategy.value!r} needs groups of two kinds, which nothing attached makes")
+    if mesh is not None and mesh.ndim != 1:
+        raise MeshError(f"strategy {strategy.value!r} needs a mesh of 1 axis; this one has {mesh.ndim}: {mesh}")
+    group = dist.group.WORLD if mesh is None else mesh.get_group(0)
+    return (group, None) if strategy.sharded else (None, group)
 
 
 def _device_for(mesh: DeviceMesh | None) -> torch.device:
@@ -130,7 +143,7 @@ def _check_alone() -> None:
 
 def spans_of(strategy: Strategy, mesh: DeviceMesh | Mesh) -> Spans:
     """Return the ranks that `build_mesh` would put into groups. No communication. Raises MeshError as that does."""
-    return mesh.spans if isinstance(mesh, Mesh) else _spans(*_from_device_mesh(strategy, mesh))
+    return mesh.spans if isinstance(mesh, Mesh) else _spans(*_groups_of(strategy, mesh))
 
 
 def _spans(shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup | None) -> Spans:
@@ -141,54 +154,3 @@ def _spans(shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup | None)
 
 def _alone(device: torch.device) -> Collectives:
     return DryCollectives(0, 1, device)
-
-
-def _from_device_mesh(
-    strategy: Strategy, mesh: DeviceMesh
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    hybrid = strategy.replicated and strategy.sharded
-    if mesh.ndim != (2 if hybrid else 1):
-        wanted = "2 axes (replicate, shard)" if hybrid else "1 axis"
-        raise MeshError(f"strategy {strategy.value!r} needs a mesh of {wanted}; this one has {mesh.ndim}: {mesh}")
-    if hybrid:
-        return mesh.get_group(1), mesh.get_group(0)
-    return (mesh.get_group(0), None) if strategy.sharded else (None, mesh.get_group(0))
-
-
-def _per_host(world_size: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if size < 1 or world_size % size:
-        raise MeshError(
-            f"a hybrid strategy shards inside each host, but {size} ranks per host do not divide {world_size} ranks; "
-            "pass mesh= with axes (replicate, shard)"
-        )
-    groups = hybrid_groups(world_size, size)
-    return _own_group(groups.shard), _own_group(groups.replicate)
-
-
-def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Create every group (all ranks must) and return the one this rank is in; None for a group of one."""
-    own = None
-    for ranks in groups:
-        if len(ranks) > 1:
-            group = dist.new_group(list(ranks))
-            if dist.get_rank() in ranks:
-                own = group
-    return own
-
-
-def _subgroup(parent: dist.ProcessGroup | None, parent_size: int, size: int) -> dist.ProcessGroup | None:
-    try:
-        positions = consecutive_groups(parent_size, size)
-    except ValueError:
-        raise MeshError(
-            f"reshard_after_forward={size} does not divide the shard group of {parent_size} ranks; "
-            f"use one of {[n for n in range(1, parent_size) if parent_size % n == 0]}"
-        ) from None
-    ranks = dist.get_process_group_ranks(parent)
-    groups = [[ranks[i] for i in group] for group in positions]
-    if parent is dist.group.WORLD:
-        return _own_group(groups)
-    # Only its members create it: ranks outside the parent need not call sw.shard at all.
-    own = next(group for group in groups if dist.get_rank() in group)
-    return dist.new_group(own, use_local_synchronization=True) if size > 1 else None
