@@ -16,6 +16,7 @@ _PARSED: dict[str, Callable[[str], object]] = {
     "targets": lambda words: tuple(words.split(_BETWEEN_TARGETS)),
 }
 """By field: how its value in words is parsed. Other fields are strings."""
+_FORM = "a rank, or r=16 and some of targets=q_proj+v_proj, dropout=0.1, dtype=fp32, separated by commas"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Adapters:
         if asked is None or isinstance(asked, cls):
             return asked
         if isinstance(asked, str):
-            asked = int(asked) if asked.isdecimal() else _entries(asked)
+            asked = int(asked) if asked.isdecimal() else entries("lora", asked, _FORM, _PARSED)
         if isinstance(asked, Mapping):
             check_names("lora", asked, [field.name for field in fields(cls)])
             if "r" not in asked:
@@ -72,17 +73,3 @@ class Adapters:
             "dtype": self.dtype,
         }
         return ",".join(f"{name}={value}" for name, value in given.items() if value is not None)
-
-
-def _entries(words: str) -> dict[str, object]:
-    found: dict[str, object] = {}
-    refusal = (
-        f"lora={words!r}: must be a rank, or r=16 and some of targets=q_proj+v_proj, dropout=0.1, dtype=fp32, "
-        "separated by commas"
-    )
-    for name, value in entries(words, refusal):
-        try:
-            found[name] = _PARSED.get(name, str)(value)
-        except ValueError:
-            raise ConfigError(f"lora={words!r}: {name}={value} is not a number") from None
-    return found

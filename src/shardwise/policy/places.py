@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 from shardwise.errors import ConfigError
@@ -13,8 +13,11 @@ _NONE = "none"
 _ALONE = ("params", "optimizer")
 """The kinds that a place without a kind applies to."""
 _MIB = 2**20
-_RING = {"ring_bytes": 1, "ring_mib": _MIB}
-"""Names for the ring's size in words, and the bytes in one unit of each."""
+_READ: dict[str, Callable[[str], object]] = {"ring_bytes": int, "ring_mib": lambda mib: int(mib) * _MIB}
+_FORM = (
+    "params=PLACE, optimizer=PLACE, gradients=PLACE, step=PLACE, or several of them separated by commas; PLACE is cpu, "
+    "nvme or none, and for gradients and step cpu or none; or cpu or nvme alone, which is for params and optimizer"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,10 @@ class Places:
         if asked is None or asked == _NONE:
             return None
         if isinstance(asked, str):
-            asked = dict.fromkeys(_ALONE, asked) if asked in PLACES["params"] else _entries(asked)
+            alone: dict[str, object] = dict.fromkeys(_ALONE, asked)
+            asked = alone if asked in PLACES["params"] else entries("offload", asked, _FORM, _READ)
+            if "ring_mib" in asked:
+                asked["ring_bytes"] = asked.pop("ring_mib")
         if isinstance(asked, Places | Offload):
             found = cls(asked.params, asked.optimizer, asked.ring_bytes, asked.gradients, asked.step)
         elif isinstance(asked, Mapping):
@@ -63,20 +69,3 @@ class Places:
             whole, rest = divmod(self.ring_bytes, _MIB)
             given |= {"ring_bytes": self.ring_bytes} if rest else {"ring_mib": whole}
         return ",".join(f"{name}={place}" for name, place in given.items() if place is not None)
-
-
-def _entries(words: str) -> dict[str, object]:
-    found: dict[str, object] = {}
-    refusal = (
-        f"offload={words!r}: must be params=PLACE, optimizer=PLACE, gradients=PLACE, step=PLACE, or several of them "
-        "separated by commas; PLACE is cpu, nvme or none, and for gradients and step cpu or none; or cpu or nvme "
-        "alone, which is for params and optimizer"
-    )
-    for name, place in entries(words, refusal):
-        if name in _RING:
-            if not place.isdecimal():
-                raise ConfigError(f"offload={words!r}: {name}={place} is not a number")
-            found["ring_bytes"] = int(place) * _RING[name]
-        else:
-            found[name] = place
-    return found

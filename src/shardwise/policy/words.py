@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from shardwise.errors import ConfigError, PlanError
 from shardwise.policy.precision import Precision
@@ -70,18 +70,29 @@ def units_of(option: str, given: str | None) -> int | frozenset[str] | None:
     return int(words[0])
 
 
-def entries(words: str, refusal: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and value of each entry. Raises ConfigError, with `refusal`, for an entry without a value, and for
-    a name that is given twice."""
-    told: set[str] = set()
+def entries(what: str, words: str, form: str, read: Mapping[str, Callable[[str], object]]) -> dict[str, object]:
+    """Read "name=value,name=value".
+
+    Args:
+        what: the setting, for messages.
+        words: the text.
+        form: what the text must be, for messages.
+        read: by name, how a value is read; others are strings. A ValueError means that it is not a number.
+
+    Raises:
+        ConfigError: an entry has no value, a name is given twice, or a value is not a number.
+    """
+    found: dict[str, object] = {}
     for entry in words.split(","):
         name, equals, value = (part.strip() for part in entry.partition("="))
-        if not equals:
-            raise ConfigError(refusal)
-        if name in told:
-            raise ConfigError(f"{refusal}; {name} is there twice")
-        told.add(name)
-        yield name, value
+        if not equals or name in found:
+            twice = f"; {name} is there twice" if equals else ""
+            raise ConfigError(f"{what}={words!r}: must be {form}{twice}")
+        try:
+            found[name] = read.get(name, str)(value)
+        except ValueError:
+            raise ConfigError(f"{what}={words!r}: {name}={value} is not a number") from None
+    return found
 
 
 def check_names(what: str, asked: Iterable[str], known: Collection[str]) -> None:
