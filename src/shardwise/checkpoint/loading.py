@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.format import optimizer_state, per_rank_buffers, random_state, tensor_files, training_json
 from shardwise.checkpoint.format.contents import Contents
 from shardwise.checkpoint.format.local_tensor import DTYPES, piece_of
-from shardwise.checkpoint.format.matching import Matched, Wanted, match, shown
+from shardwise.checkpoint.format.matching import Matched, Wanted, check_ties, match, shown
 from shardwise.checkpoint.format.model_state import give_extra_state
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
-from shardwise.checkpoint.format.ties import check_ties
 from shardwise.checkpoint.io.storage import Location, check_location
 from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import find, find_adapter

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from shardwise.checkpoint.format import manifest, tensor_files
 from shardwise.checkpoint.format.contents import Contents
 from shardwise.checkpoint.format.hugging_face import INDEX, SINGLE, weights_of
-from shardwise.checkpoint.format.matching import Matched, match, shown
+from shardwise.checkpoint.format.matching import Matched, check_ties, match, shown
 from shardwise.checkpoint.format.model_state import give_extra_state
 from shardwise.checkpoint.format.tensor_files import TensorFiles
-from shardwise.checkpoint.format.ties import check_ties
 from shardwise.checkpoint.io.storage import Directory, Location, check_location, directory_of
 from shardwise.checkpoint.names.transformers_names import find_base, is_transformers
 from shardwise.checkpoint.names.wrappers import unwrapped

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.checkpoint import latest, verify
-from shardwise.checkpoint.publish import consolidation, writing
+from shardwise.checkpoint import convert, latest, verify
+from shardwise.checkpoint.publish import writing
 from shardwise.errors import CheckpointError, UsageError
 from tests.checkpoint import states
 from tests.checkpoint.objects import ObjectStore
@@ -68,7 +68,7 @@ def test_any_number_of_ranks_loads_it_and_saves_it_again(
     for loaded in ranks(case.world_size).run(load_into, case, f"objects://{root}/run/step-000002", again):
         same(loaded, state)
     verify(again)
-    consolidation.consolidate(again, tmp_path / "joined")
+    convert(again, tmp_path / "joined")
     for name in FILES:
         assert (tmp_path / "joined" / name).read_bytes() == (root / "plain" / name).read_bytes()
 
@@ -78,7 +78,7 @@ def test_joined_files_are_those_of_the_first_layout(
 ) -> None:
     root, state = saved
     ranks(3).run(_split_both_ways, root / "plain", tmp_path)
-    consolidation.consolidate(f"objects://{tmp_path}/parts", tmp_path / "joined")
+    convert(f"objects://{tmp_path}/parts", tmp_path / "joined")
     verify(tmp_path / "joined")
     names = sorted(path.name for path in (tmp_path / "split").iterdir())
     assert "model.safetensors.index.json" in names
@@ -176,7 +176,7 @@ def test_what_a_crash_left_is_ignored_and_replaced(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
         sw.checkpoint.load(f"objects://{run}/step-000005", model)
     with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
-        consolidation.consolidate(f"objects://{run}/step-000005", tmp_path / "joined")
+        convert(f"objects://{run}/step-000005", tmp_path / "joined")
     sw.checkpoint.save(f"objects://{run}/step-000005", model, optimizer)
     verify(f"objects://{run}/step-000005")
     assert not (run / "step-000005/rank-00007.bin").exists()
@@ -283,7 +283,7 @@ def test_damage_is_found_and_nothing_is_joined(
     with pytest.raises(CheckpointError, match=words):
         verify(f"objects://{whole}")
     with pytest.raises(CheckpointError, match=words):
-        consolidation.consolidate(f"objects://{whole}", tmp_path / "joined")
+        convert(f"objects://{whole}", tmp_path / "joined")
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     if damage is not _flip:
         with pytest.raises(CheckpointError, match=words):
@@ -293,7 +293,7 @@ def test_damage_is_found_and_nothing_is_joined(
 def test_a_damaged_small_file_is_not_joined(whole: Path, tmp_path: Path) -> None:
     _flip(whole / "training.json")
     with pytest.raises(CheckpointError, match=r"training\.json is damaged"):
-        consolidation.consolidate(f"objects://{whole}", tmp_path / "joined")
+        convert(f"objects://{whole}", tmp_path / "joined")
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
@@ -325,21 +325,21 @@ def test_a_joined_file_cannot_leave_the_checkpoint(whole: Path, name: str, tmp_p
     document["joined"][name] = document["joined"].pop("model.safetensors")
     path.write_text(json.dumps(document))
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
-        consolidation.consolidate(f"objects://{whole}", tmp_path / "joined")
+        convert(f"objects://{whole}", tmp_path / "joined")
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_joined_says_why(whole: Path, tmp_path: Path) -> None:
-    consolidation.consolidate(f"objects://{whole}", tmp_path / "joined")
+    convert(f"objects://{whole}", tmp_path / "joined")
     with pytest.raises(CheckpointError, match="joined exists already"):
-        consolidation.consolidate(f"objects://{whole}", tmp_path / "joined")
+        convert(f"objects://{whole}", tmp_path / "joined")
     verify(tmp_path / "joined")
-    with pytest.raises(CheckpointError, match="nothing to join"):
-        consolidation.consolidate(tmp_path / "joined", tmp_path / "again")
-    with pytest.raises(UsageError, match="must be a path, because joining"):
-        consolidation.consolidate(f"objects://{whole}", "memory://joined")
+    with pytest.raises(CheckpointError, match="the source already has that kind"):
+        convert(tmp_path / "joined", tmp_path / "again", "shardwise")
+    with pytest.raises(UsageError, match="a conversion writes only to a path"):
+        convert(f"objects://{whole}", "memory://joined")
 
 
 def test_without_fsspec_and_with_unknown_urls(monkeypatch: pytest.MonkeyPatch) -> None:

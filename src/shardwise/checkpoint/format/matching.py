@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from shardwise.checkpoint.format import tensor_files
+from shardwise.checkpoint.format.contents import Contents
 from shardwise.checkpoint.format.local_tensor import DTYPES, Piece, PieceAtRest
 from shardwise.checkpoint.format.model_state import pieces_to_read
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
+from shardwise.checkpoint.format.tensor_files import TensorFiles
+from shardwise.checkpoint.io.storage import Directory
 from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import Found, Shape, find
 from shardwise.checkpoint.names.wrappers import unwrapped_name
@@ -133,3 +137,26 @@ def shown(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def check_ties(where: object, opened: Contents | Directory, files: TensorFiles, matched: Matched) -> int:
+    """Raise CheckpointError if a tensor that is tied in the model, and stored under several names, is not the same
+    under all of them. No communication: this rank's elements are compared.
+
+    Returns the most bytes that were staged at one time to compare them.
+    """
+    staged_bytes = 0
+    for piece, others in matched.also:
+        own = [place for held, place in matched.wanted if held is piece]
+        values = []
+        for places in (own, others):
+            twin = piece.with_tensor(torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device="cpu"))
+            read = tensor_files.read(opened, files, [(twin, place) for place in places])
+            values.append(twin.tensor)
+            staged_bytes = max(staged_bytes, read.peak_staged_bytes + 2 * twin.tensor.nbytes)
+        if not torch.equal(*values):
+            raise CheckpointError(
+                f"{where} holds different numbers for {own[0].name!r} and {others[0].name!r}, which the model "
+                "ties: build the model with tie_word_embeddings=False"
+            )
+    return staged_bytes

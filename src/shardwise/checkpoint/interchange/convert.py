@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.format.contents import Contents
 from shardwise.checkpoint.interchange.checkpoint_contents import CheckpointContents
 from shardwise.checkpoint.interchange.dcp_files import read_dcp, write_dcp
 from shardwise.checkpoint.interchange.kinds import Kind, is_adapter, kind_of, target_kind
@@ -105,7 +106,7 @@ def convert(  # noqa: PLR0913 - options of a command
         contents = dataclasses.replace(contents, files=_given_files(Path(files_from)))
     try:
         if kind is Kind.PARTS and goal is Kind.SHARDWISE and not model_only:
-            consolidate(source, end)
+            consolidate(Contents.of(source), end)
         else:
             _write(contents, end, goal, flat, max_file_bytes)
     except OSError as error:

@@ -84,8 +84,8 @@ def _gathered(read: Callable[[str], Tensor], origins: Origins, dtype: torch.dtyp
         values = read(name).reshape(-1)
         for part in runs.stretches(_GATHERED_NUMEL):
             into = found[int(part.here[0]) :][: part.numel]
-            if len(part) == 1:
-                into.copy_(values[int(part.there[0]) :][: part.numel])
-            else:
-                torch.index_select(values, 0, torch.from_numpy(part.elements()), out=into)
+            is_run = len(part) == 1
+            into.copy_(
+                values[int(part.there[0]) :][: part.numel] if is_run else values[torch.from_numpy(part.elements())]
+            )
     return found.view(shape)
