@@ -1,12 +1,8 @@
 """Imports, also those inside functions, only point to lower layers of the design."""
 
-import ast
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parent.parent / "src" / "shardwise"
+from tests.layers import MODULES, ROOT, imports_of
 
 # What each package may import besides itself. Packages of one layer may not import each other.
 LAYERS = [
@@ -79,22 +75,6 @@ NO_TORCH = {
     "jax",
 }
 TOP = "the package itself"
-
-
-def imports_of(source: str, module: str) -> Iterator[str]:
-    """Return the absolute names of everything that a module imports, also inside functions.
-
-    Args:
-        source: the module's text.
-        module: the module's dotted name; for a package, with `.__init__`.
-    """
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = module.split(".")[: -node.level] if node.level else []
-            prefix = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (f"{prefix}.{alias.name}" for alias in node.names)
 
 
 def package_of(name: str) -> str | None:
@@ -174,11 +154,6 @@ def circle_in(imports: dict[str, set[str]]) -> list[str]:
         return []
 
     return next((circle for module in sorted(imports) if (circle := search(module, []))), [])
-
-
-MODULES = {
-    ".".join(("shardwise", *path.relative_to(ROOT).with_suffix("").parts)): path for path in sorted(ROOT.rglob("*.py"))
-}
 
 
 @pytest.mark.parametrize("module", MODULES)

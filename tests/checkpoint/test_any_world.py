@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from shardwise.checkpoint import verify
 from shardwise.checkpoint.format import tensor_files
 from shardwise.checkpoint.io import range_reader
-from tests.checkpoint.io.test_range_reader import Reads, drop, skip_unless_direct
+from tests.checkpoint.rig import Reads, drop, skip_unless_direct
 from tests.checkpoint.states import load_into, same, train_and_save
 from tests.engine.cases import CASES, Case
 from tests.ranks import RankPools

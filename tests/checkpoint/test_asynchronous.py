@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import re
@@ -31,41 +30,13 @@ from shardwise.checkpoint.staging import StagingBuffer
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError
 from shardwise.files.direct import PAGE_BYTES
+from tests.checkpoint.rig import fail_in_thread, held, join_save_threads, save_threads
 from tests.checkpoint.states import build, everything, same, step
 from tests.engine.cases import Case
 from tests.engine.rig import events, on_ranks, recording
 from tests.ranks import RankPools, RanksHung
 
 CASE = Case("full_shard", 2)
-
-
-@contextmanager
-def held(function: str = "pwrite") -> Iterator[threading.Event]:
-    """No thread but the main one gets through a function of `os` before the event is set, which the end does."""
-    original, opened = getattr(os, function), threading.Event()
-
-    def waiting(*arguments: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            assert opened.wait(20)
-        return original(*arguments)
-
-    setattr(os, function, waiting)
-    try:
-        yield opened
-    finally:
-        opened.set()
-        join_save_threads()
-        setattr(os, function, original)
-
-
-def save_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "shardwise-checkpoint"]
-
-
-def join_save_threads() -> None:
-    """Without being told what went wrong."""
-    for thread in save_threads():
-        thread.join()
 
 
 def save(path: Path, model: Any, optimizer: Any, number: int = 0) -> None:
@@ -189,18 +160,6 @@ def again(way: str, run: Path, model: Any, optimizer: Any) -> None:
         sw.checkpoint.load(run / "step-000001", model, optimizer)
     else:
         sw.checkpoint.wait(model)
-
-
-def fail_in_thread(patch: pytest.MonkeyPatch, function: str, call: int) -> None:
-    calls = iter(range(10_000))
-    original = getattr(os, function)
-
-    def failing(*arguments: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread() and next(calls) == call:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return original(*arguments)
-
-    patch.setattr(os, function, failing)
 
 
 @on_ranks(2)

@@ -20,7 +20,7 @@ from shardwise.sharded.parameter import ShardedParameter
 from tests.checkpoint.states import everything, same, step
 from tests.engine.cases import Case
 from tests.engine.rig import Net, adamw, on_ranks
-from tests.offload.test_on_disk import shared_folder
+from tests.offload.rig import shared_folder
 from tests.ranks import RankPools
 
 

@@ -14,7 +14,7 @@ from shardwise.cli.plan import Options, _question
 from shardwise.errors import ConfigError
 from shardwise.train.config.files import load
 from shardwise.train.run.preflight import check
-from tests.foreign.test_reading import AUTO, DEEPSPEED, FSDP1
+from tests.foreign.rig import AUTO, DEEPSPEED, FSDP1
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.train.run.claim import NAME
-from tests.cli.test_interrupt import LAUNCHER, Start, _folder, start, steps
+from tests.cli.rig import LAUNCHER, Start, _folder, start, steps
 
 __all__ = ["_folder", "start"]  # fixtures
 

@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.train.run.boards import open_boards
 from shardwise.train.run.directory import RunDirectory
-from tests.train.run.test_boards import configured
+from tests.train.rig import configured
 
 wandb = pytest.importorskip("wandb")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_layers import MODULES
+from tests.layers import MODULES
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -14,11 +13,10 @@ from torch import nn
 import shardwise as sw
 from shardwise.offload.resting_state import RestingState
 from shardwise.sharded.parameter import ShardedParameter
-from tests.engine.rig import Net, Twins, batch, squares
+from tests.engine.rig import Net, Twins
 from tests.engine.streams import played
-from tests.offload.test_on_disk import amsgrad, momentum
-from tests.offload.test_params_on_disk import Adapted, plain_adam
-from tests.optim.test_in_backward import Tied, same_states
+from tests.offload.rig import Adapted, amsgrad, momentum, plain_adam
+from tests.optim.rig import Tied, same_states
 
 _PROGRAMS = pytest.mark.parametrize(
     ("build", "optimizer"), [(Net, momentum), (Tied, plain_adam), (Adapted, amsgrad)], ids=["net", "tied", "frozen"]
@@ -47,26 +45,6 @@ def same_bits_in_order(
     assert all((p.home is not None) == (offload.params is not None) for p in parameters)
     kept = {type(v) for s in twins.optimizers[1].state.values() for v in s.values() if isinstance(v, ShardedParameter)}
     assert kept == {RestingState if offload.optimizer is not None else ShardedParameter}
-
-
-def edited_steps(model: nn.Module, evaluating: Callable[[], AbstractContextManager[object]]) -> list[float]:
-    """Accumulation, clipping, evaluation, edits of weights; steps are prefetched by the first one. Returns losses."""
-    losses = []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for step in range(3):
-        with sw.no_sync(model):
-            squares(model, batch(step)).backward()  # type: ignore[no-untyped-call]
-        loss = squares(model, batch(step + 10))
-        loss.backward()  # type: ignore[no-untyped-call]
-        sw.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.99)
-        with evaluating():
-            losses += [loss.item(), squares(model, batch(step + 30)).item()]
-    return losses
 
 
 def steps_in_backward(offload: sw.Offload) -> None:

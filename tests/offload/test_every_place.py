@@ -7,47 +7,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import shardwise as sw
-from tests.engine.rig import Net, batch, on_ranks, seeded, squares
-from tests.offload.test_on_disk import LEAST, shared_folder
+from tests.engine.rig import on_ranks
+from tests.offload.rig import LEAST, Run, shared_folder
 
 PLACES = (None, "cpu", "nvme")
-
-
-class Everything(Net):
-    """Two blocks share a matrix; one block and a part of another do not train, and are in few bits if asked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[2].up.weight = self.blocks[0].up.weight  # type: ignore[union-attr]
-        self.blocks[1].requires_grad_(False)
-        self.blocks[3].norm.requires_grad_(False)  # type: ignore[union-attr]
-
-
-class Run:
-    """A model and its optimizer, with offload or without."""
-
-    def __init__(self, frozen: str | None, offload: sw.Offload | None) -> None:
-        precision = sw.Precision(frozen=frozen)
-        self.model: nn.Module = sw.shard(seeded(Everything), precision=precision, offload=offload)
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.05)
-
-    def step(self, index: int) -> list[float]:
-        """Two micro-batches, the first without communication, and a clipped step. Returns losses and norm."""
-        with sw.no_sync(self.model):
-            first = squares(self.model, batch(2 * index))
-            first.backward()
-        second = squares(self.model, batch(2 * index + 1))
-        second.backward()
-        norm = sw.clip_grad_norm_(self.model, 0.1)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return [first.item(), second.item(), norm.item()]
-
-    def weights(self) -> dict[str, Tensor]:
-        return sw.full_state_dict(self.model, rank0_only=False)
 
 
 @on_ranks(2)

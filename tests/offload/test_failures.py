@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,31 +13,14 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, CollectiveTimeout, ConfigError, PeerError, UsageError
-from shardwise.files.scratch_file import ScratchFile
 from tests.engine.rig import Net, Twins, adamw, on_ranks, squares
-from tests.offload.test_on_disk import LEAST, momentum, shared_folder
-from tests.optim.test_in_backward import same_states
+from tests.offload.rig import LEAST, failing, momentum, shared_folder
+from tests.optim.rig import same_states
 
 PLACES: list[dict[str, Any]] = [
     {"optimizer": "nvme", "ring_bytes": LEAST},
     {"params": "nvme", "optimizer": "nvme", "ring_bytes": LEAST},
 ]
-
-
-@contextmanager
-def failing(name: str, after: int, ranks: tuple[int, ...] = (0,)) -> Iterator[None]:
-    """The disk of some ranks does not read, or write, from the call number `after` on."""
-    calls, whole = [], getattr(ScratchFile, name)
-
-    def fails(self: ScratchFile, start: int, data: memoryview) -> None:
-        calls.append(start)
-        if len(calls) > after and dist.get_rank() in ranks:
-            raise OSError(errno.EIO, "Input/output error")
-        whole(self, start, data)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ScratchFile, name, fails)
-        yield
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:

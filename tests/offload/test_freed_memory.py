@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.offload import freed_memory, state_store
 from tests.engine.rig import Twins, on_ranks
-from tests.offload.test_on_disk import LEAST, on_disk, shared_folder, store
+from tests.offload.rig import LEAST, on_disk, shared_folder, store
 
 GROWS = """
 import ctypes

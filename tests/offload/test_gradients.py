@@ -28,12 +28,22 @@ from shardwise.offload.media.host_memory import HostMemory
 from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.offload.slice_home import HomeState, SliceHome
 from shardwise.offload.stores import any_offloaded
-from tests.engine.rig import Block, Net, Twins, batch, on_ranks, same_tensors, seeded, squares
+from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
-from tests.offload.played_runs import edited_steps, every_program, goes_on_alike, same_bits_in_order, steps_in_backward
-from tests.offload.test_in_host_memory import PLACES as OTHERS
-from tests.offload.test_on_disk import LEAST, amsgrad, fused, momentum, shared_folder
-from tests.optim.test_in_backward import Late, Tied, Twice
+from tests.offload.played_runs import every_program, goes_on_alike, same_bits_in_order, steps_in_backward
+from tests.offload.rig import (
+    LEAST,
+    Rotated,
+    accumulated,
+    amsgrad,
+    edited_steps,
+    fused,
+    momentum,
+    shared_folder,
+    train,
+)
+from tests.offload.rig import PLACES as OTHERS
+from tests.optim.rig import Late, Tied, Twice
 
 ALONE = {"gradients": "cpu"}
 PLACES: dict[str, dict[str, Any]] = {
@@ -98,52 +108,6 @@ def test_units_that_are_reduced_in_parts(build: Callable[[], nn.Module]) -> None
         same_tensors(full, offloaded)
 
 
-def train(offload: sw.Offload | None, strategy: str = "full_shard") -> tuple[list[float], dict[str, Tensor], list[str]]:
-    """Accumulation, clipping, evaluation, edits of weights and full weights; steps are prefetched by the first one."""
-    with played() as order:
-        model = sw.shard(seeded(lambda: Net(6)), strategy, offload=offload)
-        losses = edited_steps(model, torch.no_grad)
-        losses += accumulated(model)
-        losses += scaled(model)
-        full = sw.full_state_dict(model, rank0_only=False)
-    return losses, full, order.races
-
-
-def accumulated(model: nn.Module) -> list[float]:
-    """Sums over micro-batches that are all reduced; zeros instead of None; torch's own clipping, both ways."""
-    losses = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(4):
-        for micro in range(3):
-            loss = squares(model, batch(100 + 3 * step + micro))
-            loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.item())
-        losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=step % 2 == 0).item())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-    optimizer.zero_grad()
-    return losses
-
-
-def scaled(model: nn.Module) -> list[float]:
-    """Loss scaling, where the first step overflows; of a fused optimizer, which unscales by itself, and another."""
-    losses = []
-    for kind, options in ((torch.optim.AdamW, {"fused": True}), (torch.optim.SGD, {"momentum": 0.9})):
-        optimizer = kind(model.parameters(), lr=0.01, **options)  # type: ignore[arg-type]
-        scaler = sw.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
-        for step in range(3):
-            loss = squares(model, batch(200 + step))
-            scaler.scale(loss).backward()
-            if step == 2:
-                scaler.unscale_(optimizer)
-                losses.append(sw.clip_grad_norm_(model, 0.1).item())
-            scaler.step(optimizer)
-            scaler.update()
-            losses += [scaler.get_scale(), *(p.grad.norm().item() for p in model.parameters() if p.grad is not None)]
-            optimizer.zero_grad()
-    return losses
-
-
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @on_ranks(2)
 def test_accumulation_clipping_scaling_evaluation_and_edits(strategy: str) -> None:
@@ -154,26 +118,6 @@ def test_accumulation_clipping_scaling_evaluation_and_edits(strategy: str) -> No
         assert offloaded[0] == losses
         assert offloaded[2] == []
         same_tensors(full, offloaded[1])
-
-
-class Turning(Block):
-    """Turns pairs of numbers in the plane."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turn = nn.Parameter(torch.polar(torch.ones(3), torch.linspace(0.1, 0.5, 3)))
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        turned = torch.view_as_real(torch.view_as_complex(x.reshape(-1, 3, 2)) * self.turn)
-        return super().forward(turned.reshape(x.shape) * self.scale.float())
-
-
-class Rotated(Net):
-    """Complex parameters in every block, and a vector in fp64."""
-
-    def __init__(self) -> None:
-        super().__init__(3, Turning)
 
 
 def trained(

@@ -25,11 +25,8 @@ from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
 from tests.offload.played_runs import same_bits_in_order, steps_in_backward, to_the_device_and_back
-from tests.offload.test_failures import failing
-from tests.offload.test_gradients import Rotated, train
-from tests.offload.test_on_disk import LEAST, amsgrad, shared_folder
-from tests.offload.test_params_on_disk import Adapted
-from tests.optim.test_in_backward import Tied, same_states
+from tests.offload.rig import LEAST, Adapted, Rotated, amsgrad, failing, shared_folder, train
+from tests.optim.rig import Tied, same_states
 
 ON_HOST = host_threads.on_host
 """Replaced by one of the simulation inside `played`."""

@@ -21,20 +21,8 @@ from shardwise.offload.media.host_memory import HostMemory
 from shardwise.offload.shard_store import BUFFERS
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import Order, played
-from tests.offload.played_runs import (
-    edited_steps,
-    every_program,
-    same_bits_in_order,
-    steps_in_backward,
-    to_the_device_and_back,
-)
-from tests.offload.test_on_disk import LEAST, shared_folder
-
-PLACES: dict[str, dict[str, Any]] = {
-    "params": {"params": "cpu"},
-    "optimizer": {"optimizer": "cpu", "ring_bytes": LEAST},
-    "both": {"params": "cpu", "optimizer": "cpu", "ring_bytes": LEAST},
-}
+from tests.offload.played_runs import every_program, same_bits_in_order, steps_in_backward, to_the_device_and_back
+from tests.offload.rig import PLACES, edited_steps, shared_folder
 
 
 @pytest.mark.parametrize("place", PLACES)

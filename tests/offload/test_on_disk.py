@@ -7,14 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
@@ -22,41 +20,12 @@ from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
 from shardwise.files.scratch_file import PREFIX, ScratchFile
 from shardwise.offload.resting_state import RestingState
-from shardwise.offload.state_store import StateStore
 from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins, batch, on_ranks, squares
-from tests.optim.test_in_backward import Tied, same_states
+from tests.offload.rig import LEAST, amsgrad, fused, go_on, momentum, on_disk, resident, shared_folder, store
+from tests.optim.rig import Tied, same_states
 
 STRATEGIES = ["full_shard", "shard_optimizer", "no_shard"]
-
-
-def shared_folder() -> str:
-    """One for all ranks, on a disk."""
-    path = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(path)
-    return path[0]
-
-
-def on_disk(path: str, **options: Any) -> sw.Offload:
-    return sw.Offload(optimizer="nvme", path=path, **options)
-
-
-def store(twins: Twins) -> StateStore:
-    found: StateStore = twins.engine.root.states
-    return found
-
-
-def amsgrad(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.05, amsgrad=True, foreach=True)
-
-
-def fused(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.05, fused=True)
-
-
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    """Its state begins as a copy of the first gradient, not as zeros."""
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, dampening=0.1)
 
 
 def nadam(parameters: Any) -> torch.optim.Optimizer:
@@ -67,9 +36,6 @@ def nadam(parameters: Any) -> torch.optim.Optimizer:
 def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for p in optimizer.param_groups[0]["params"]:
         p.grad.mul_(0.5)
-
-
-LEAST = 4 * 4096
 
 
 @pytest.mark.parametrize("build", [Net, Tied])
@@ -178,16 +144,6 @@ def test_checkpoints_go_from_disk_to_memory_and_back(strategies: tuple[str, str]
         sw.checkpoint.save(f"{path}/three", again.sharded, again.optimizers[1], asynchronous=True)
 
 
-def go_on(other: Twins, twins: Twins, index: int) -> None:
-    """The step that `twins` has taken."""
-    other.steps = index
-    squares(other.sharded, other.batch()).backward()
-    other.optimizers[1].step()
-    other.optimizers[1].zero_grad()
-    for p, q in zip(other.sharded.parameters(), twins.plain.parameters(), strict=True):
-        assert torch.equal(p.full_tensor(), q.detach()), p.fqn
-
-
 @on_ranks(1)
 def test_a_save_never_holds_all_of_the_state() -> None:
     path = shared_folder()
@@ -211,11 +167,6 @@ def test_a_save_never_holds_all_of_the_state() -> None:
         before = resident("VmRSS")
         call()
         assert resident("VmHWM") - before < 64 * 2**20 < 192 * 2**20, "bytes of state are 192 MiB"
-
-
-def resident(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 @on_ranks(1)

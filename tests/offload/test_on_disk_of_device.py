@@ -29,11 +29,9 @@ from shardwise.offload.media.staged_disk import THREADS, StagedDisk
 from shardwise.offload.shard_store import BUFFERS
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import Order, played
-from tests.offload.played_runs import edited_steps, every_program, goes_on_alike, same_bits_in_order, steps_in_backward
-from tests.offload.test_every_place import Run
-from tests.offload.test_failures import failing
-from tests.offload.test_on_disk import LEAST, shared_folder
-from tests.optim.test_in_backward import Tied, same_states
+from tests.offload.played_runs import every_program, goes_on_alike, same_bits_in_order, steps_in_backward
+from tests.offload.rig import LEAST, Run, edited_steps, failing, shared_folder
+from tests.optim.rig import Tied, same_states
 
 PLACES: dict[str, dict[str, Any]] = {
     "params": {"params": "nvme"},

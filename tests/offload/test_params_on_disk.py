@@ -32,8 +32,8 @@ from shardwise.offload.slice_home import HomeState, SliceHome
 from shardwise.sharded.extensions.few_bits import FewBitsParameter
 from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
-from tests.offload.test_on_disk import LEAST, amsgrad, go_on, momentum, resident, shared_folder
-from tests.optim.test_in_backward import Tied, same_states
+from tests.offload.rig import LEAST, Adapted, amsgrad, go_on, momentum, plain_adam, resident, shared_folder
+from tests.optim.rig import Tied, same_states
 
 _M_MMAP_THRESHOLD = -3
 PLACES: list[dict[str, Any]] = [{"params": "nvme"}, {"params": "nvme", "optimizer": "nvme", "ring_bytes": LEAST}]
@@ -46,20 +46,6 @@ def places(of: dict[str, Any]) -> sw.Offload:
 def store(twins: Twins) -> ShardStore:
     (found,) = shard_stores(twins.engine)
     return found
-
-
-class Adapted(Net):
-    """Half of it does not train, and lies in groups of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_("up" not in name and "enter" not in name)
-
-
-def plain_adam(parameters: Any) -> torch.optim.Optimizer:
-    """One parameter at a time."""
-    return torch.optim.Adam((p for p in parameters if p.requires_grad), lr=0.05, foreach=False)
 
 
 def fused(parameters: Any) -> torch.optim.Optimizer:

@@ -22,7 +22,7 @@ from shardwise.optim.eight_bits import BLOCK_NUMEL, Code, blocks_of
 from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
-from tests.optim.test_in_backward import same_states
+from tests.optim.rig import same_states
 from tests.ranks import RankPools
 
 ALIGN = sw.optim.AdamW8bit.BLOCK_NUMEL

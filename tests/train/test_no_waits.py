@@ -4,12 +4,8 @@ A CPU stands for the device: inside a step, operations that would copy a number 
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +13,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import accelerators, device_tools
 from shardwise.checkpoint import latest
@@ -28,45 +22,25 @@ from shardwise.train.config.files import load
 from shardwise.train.run.metrics import StepMetrics
 from tests.comm.nccl_double import doubled
 from tests.ranks import RankPools
-from tests.train.test_trainer import TINY, read
-
-masking_utils = pytest.importorskip("transformers.masking_utils")
-aten: Any = torch.ops.aten
-WAITING_KERNELS = {
-    aten._local_scalar_dense, aten.equal, aten.nonzero, aten.is_nonzero, aten.masked_select, aten._unique2,
-}  # fmt: skip
-"""Kernels that wait. `item`, `float`, `bool` and `if tensor:` call the first."""
-WAITING_METHODS = {Tensor.cpu, Tensor.numpy, Tensor.tolist}
-"""Methods that wait. On a CPU's tensors they call no kernel."""
+from tests.train.rig import (
+    TINY,
+    WaitsForDeviceError,
+    read,
+    train,
+    waiting_raises,
+)
 
 
-class WaitsForDeviceError(AssertionError):
-    pass
-
-
-class _Kernels(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        indices = args[1] if func.overloadpacket in {aten.index, aten.index_put, aten.index_put_} else ()
-        masked = any(index is not None and index.dtype in {torch.bool, torch.uint8} for index in indices)
-        if masked or func.overloadpacket in WAITING_KERNELS:
-            raise WaitsForDeviceError(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class _Methods(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in WAITING_METHODS:
-            raise WaitsForDeviceError(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def waiting_raises() -> Iterator[None]:
-    """Make operations that wait raise inside. One wait is taken out, because it is not the trainer's: in each forward,
-    transformers' models check whether several sequences are packed in a row, and here none are."""
-    packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
-    with packed, _Kernels(), _Methods():
-        yield
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "texts").mkdir()
+    for i in range(20):
+        (tmp_path / "texts" / f"{i}.txt").write_text(
+            f"the {i} quick brown foxes jump over {i} lazy dogs. " * (1 + i % 5)
+        )
+    (tmp_path / "tiny.toml").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -83,48 +57,12 @@ def test_the_double_notices_waits(wait: Callable[[Tensor], Any]) -> None:
         wait(number)
 
 
-def without_waits(step: Callable[..., None]) -> Callable[..., None]:
-    def checked(self: trainer.Trainer, number: int) -> None:
-        with waiting_raises():
-            step(self, number)
-
-    return checked
-
-
-def train(folder: Path, *overrides: str) -> str:
-    """Train as on a device: steps must not wait, and are read late. Returns what the run prints."""
-    printed, before = io.StringIO(), Path.cwd()
-    os.chdir(folder)
-    try:
-        with (
-            contextlib.redirect_stdout(printed),
-            mock.patch.object(trainer.Trainer, "reads_late", True),
-            mock.patch.object(trainer.Trainer, "step", without_waits(trainer.Trainer.step)),
-        ):
-            trainer.run(load("tiny.toml", overrides))
-    finally:
-        os.chdir(before)
-    return printed.getvalue()
-
-
 def train_on_streams(folder: Path, *overrides: str) -> str:
     """Train as `train` does, with the collectives that accelerators use."""
     with doubled() as launches:
         printed = train(folder, *overrides)
         assert launches
     return printed
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "texts").mkdir()
-    for i in range(20):
-        (tmp_path / "texts" / f"{i}.txt").write_text(
-            f"the {i} quick brown foxes jump over {i} lazy dogs. " * (1 + i % 5)
-        )
-    (tmp_path / "tiny.toml").write_text(TINY)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def timeless(name: str) -> list[dict[str, Any]]:

@@ -21,8 +21,7 @@ from shardwise.sharded.parameter import ShardedParameter
 from shardwise.train import trainer
 from shardwise.train.config.files import load
 from tests.ranks import RankPools
-from tests.train.test_no_waits import train
-from tests.train.test_trainer import TINY, read
+from tests.train.rig import TINY, read, train
 
 LAST = -1
 """The last rank."""

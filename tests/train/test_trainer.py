@@ -23,30 +23,8 @@ from shardwise.train import trainer
 from shardwise.train.config.files import load
 from shardwise.train.output.checkpoints import Checkpoints
 from tests.ranks import RankPools
+from tests.train.rig import TINY, losses, read, run_alone
 
-TINY = """
-[model.config]
-model_type = "llama"
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 2
-num_attention_heads = 2
-
-[data]
-source = "texts/*.txt"
-seq_len = 32
-eval_fraction = 0.2
-
-[train]
-steps = 6
-micro_batch = 2
-global_batch = 8
-lr = 1e-2
-eval_every = 3
-
-[parallel]
-units = ["LlamaDecoderLayer"]
-"""
 MEMORY_KINDS = {
     "param_shards", "gathered_slots", "grad_shards", "reduce_slots", "optimizer", "buffers", "activations",
     "temporaries", "other",
@@ -65,10 +43,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def run_alone(*overrides: str) -> None:
-    trainer.run(load("tiny.toml", overrides))
-
-
 def run_here(folder: str, overrides: tuple[str, ...]) -> str:
     """Train in a folder. Returns what the rank prints."""
     printed = io.StringIO()
@@ -80,14 +54,6 @@ def run_here(folder: str, overrides: tuple[str, ...]) -> str:
     finally:
         os.chdir(before)
     return printed.getvalue()
-
-
-def read(path: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
-def losses(name: str) -> list[float]:
-    return [row["loss"] for row in read(f"runs/{name}/metrics.jsonl")]
 
 
 def test_a_run_writes_what_it_promises(capsys: pytest.CaptureFixture[str]) -> None:

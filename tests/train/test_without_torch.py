@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.test_layers import MODULES
+from tests.layers import MODULES
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("shardwise.train.config.", "shardwise.train.data.", "shardwise.train.run.")

@@ -17,6 +17,7 @@ from shardwise.checkpoint import inspect, latest, verify
 from shardwise.checkpoint.interchange.inspection import Inspection
 from shardwise.cli.app import run
 from shardwise.errors import CheckpointError, UnreadableError
+from tests.checkpoint.rig import away
 
 
 @pytest.fixture
@@ -25,29 +26,6 @@ def checkpoint(tmp_path: Path) -> Path:
     model = sw.shard(torch.nn.Linear(3, 3))
     sw.checkpoint.save(path, model, torch.optim.AdamW(model.parameters()), step=1)
     return path
-
-
-def away(monkeypatch: pytest.MonkeyPatch, file: str, number: int = errno.EIO, function: str = "open") -> None:
-    """From now on a file cannot be opened, or once it is open not be read."""
-    original, fds = os.open, set()
-
-    def open_(path: Any, *arguments: Any, **options: Any) -> int:
-        found = str(path).endswith(file)
-        if found and function == "open":
-            raise OSError(number, os.strerror(number))
-        fd = original(path, *arguments, **options)
-        fds.add(fd) if found else fds.discard(fd)
-        return fd
-
-    preadv = os.preadv
-
-    def preadv_(fd: int, *arguments: Any) -> int:
-        if fd in fds and function == "preadv":
-            raise OSError(number, os.strerror(number))
-        return preadv(fd, *arguments)
-
-    monkeypatch.setattr(os, "open", open_)
-    monkeypatch.setattr(os, "preadv", preadv_)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT])

@@ -20,25 +20,11 @@ from shardwise.checkpoint.io import range_reader
 from shardwise.checkpoint.io.range_reader import Buffers, RangeReader
 from shardwise.files.direct import PAGE_BYTES, huge_page_buffer
 from shardwise.files.local_file import LocalFile
+from tests.checkpoint.rig import FILE_BYTES, Reads, content, drop, skip_unless_direct
 
-FILE_BYTES = 40 * PAGE_BYTES + 123
 UNTOUCHED = b"\xee"
 Span = tuple[int, int]
 """A start and a length."""
-
-
-def content(nbytes: int = FILE_BYTES) -> bytes:
-    return np.random.default_rng(5).bytes(nbytes)
-
-
-@contextmanager
-def small(buffer_pages: int = 3, gap_bytes: int = 100) -> Iterator[pytest.MonkeyPatch]:
-    """A few pages are enough to fill buffers and to go past the page cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(range_reader, "_BUFFER_BYTES", buffer_pages * PAGE_BYTES)
-        patch.setattr(range_reader, "_LEAST_BYTES", PAGE_BYTES)
-        patch.setattr(range_reader, "_GAP_BYTES", gap_bytes)
-        yield patch
 
 
 @pytest.fixture
@@ -51,36 +37,14 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def skip_unless_direct(path: Path) -> None:
-    try:
-        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
-    except (OSError, AttributeError) as error:
-        pytest.skip(f"nothing goes past the page cache here: {error}")
-    if not os.major(path.stat().st_dev):
-        pytest.skip("this is not a disk of this machine")
-
-
-def drop(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
-
-
-class Reads:
-    """Every `preadv` of this process: whether it went past the page cache, and the bytes it brought."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.direct: list[int] = []
-        self.cached: list[int] = []
-        original = os.preadv
-
-        def counting(fd: int, buffers: Any, offset: int) -> int:
-            count = original(fd, buffers, offset)
-            (self.direct if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else self.cached).append(count)
-            return count
-
-        patch.setattr(os, "preadv", counting)
+@contextmanager
+def small(buffer_pages: int = 3, gap_bytes: int = 100) -> Iterator[pytest.MonkeyPatch]:
+    """A few pages are enough to fill buffers and to go past the page cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(range_reader, "_BUFFER_BYTES", buffer_pages * PAGE_BYTES)
+        patch.setattr(range_reader, "_LEAST_BYTES", PAGE_BYTES)
+        patch.setattr(range_reader, "_GAP_BYTES", gap_bytes)
+        yield patch
 
 
 def read(path: Path, spans: list[Span], past_cache: bool = True, direct_bytes: int | None = None) -> list[bytes]:

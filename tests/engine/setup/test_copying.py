@@ -19,7 +19,7 @@ from shardwise.engine.lookup import require_engine
 from shardwise.errors import UsageError
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
-from tests.engine.setup.test_shard import Tied
+from tests.engine.setup.rig import Tied
 
 STRATEGIES = ["full_shard", "shard_optimizer", "no_shard"]
 

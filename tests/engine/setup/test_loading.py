@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 import shardwise as sw
 from shardwise.errors import UsageError
 from tests.engine.rig import Net, Twins, adamw, batch, on_ranks, seeded, squares
-from tests.engine.setup.test_shard import Tied
+from tests.engine.setup.rig import Tied
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 

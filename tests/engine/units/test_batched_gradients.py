@@ -18,7 +18,7 @@ from tests.comm.nccl_double import doubled
 from tests.engine.cases import MIXED, Case
 from tests.engine.rig import Block, Net, Twins, adamw, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
-from tests.engine.units.test_gradients import LentTable, Mixture, OnlySome, mixtures
+from tests.engine.units.rig import LentTable, Mixture, OnlySome, mixtures
 from tests.operations import counted
 from tests.ranks import RankPools
 

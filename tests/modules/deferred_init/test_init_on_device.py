@@ -28,7 +28,7 @@ from shardwise.modules.deferred_init.op import Op
 from shardwise.modules.deferred_init.seeds import Seeds
 from shardwise.modules.deferred_init.tape import Tape
 from tests.engine.allocations import Live, traced
-from tests.modules.deferred_init.test_same_numbers import Everything, awkward, on_meta, rewriting, same, transformer
+from tests.modules.deferred_init.rig import Everything, awkward, on_meta, rewriting, same, transformer
 from tests.ranks import RankPools
 
 Build = Callable[[], nn.Module]

@@ -4,51 +4,21 @@ import contextlib
 import io
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from shardwise.errors import PlanError
-from shardwise.plan.hardware.devices import Figure, find_device, write_device
+from shardwise.plan.hardware.devices import find_device
 from shardwise.train import trainer
 from shardwise.train.build import auto
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.files import load
 from shardwise.train.process.ranks import Ranks
 from tests.ranks import RankPools
+from tests.train.rig import _folder, small_device
 
-TINY = """
-[model.config]
-model_type = "llama"
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 2
-num_attention_heads = 2
-
-[data]
-source = "texts/*.txt"
-seq_len = 32
-eval_fraction = 0.0
-
-[train]
-steps = 2
-micro_batch = 4
-global_batch = 8
-
-[parallel]
-strategy = "auto"
-"""
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "texts").mkdir()
-    for i in range(8):
-        (tmp_path / "texts" / f"{i}.txt").write_text(f"the {i} quick brown foxes jump over {i} lazy dogs. " * 3)
-    (tmp_path / "tiny.toml").write_text(TINY)
-    monkeypatch.chdir(tmp_path)
+__all__ = ["_folder"]  # a fixture
 
 
 def run_here(folder: str, overrides: tuple[str, ...]) -> str:
@@ -64,13 +34,6 @@ def run_here(folder: str, overrides: tuple[str, ...]) -> str:
     finally:
         os.chdir(before)
     return printed.getvalue()
-
-
-def small_device(path: str, usable_bytes: float) -> str:
-    """Write the hardware file of a CPU with this much memory."""
-    little = Figure(usable_bytes, "made for a test")
-    write_device(replace(find_device("cpu"), usable_bytes=little, memory_bytes=little), Path(path))
-    return path
 
 
 def test_ranks_train_what_the_first_one_planned(ranks: RankPools) -> None:

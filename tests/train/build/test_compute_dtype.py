@@ -15,7 +15,7 @@ from shardwise.train.config.files import load
 from shardwise.train.output.checkpoints import Checkpoints
 from shardwise.train.process.ranks import Ranks
 from shardwise.train.run.directory import RunDirectory
-from tests.train.test_trainer import TINY, losses, run_alone
+from tests.train.rig import TINY, losses, run_alone
 
 pytest.importorskip("transformers")
 

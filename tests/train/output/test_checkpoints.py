@@ -25,8 +25,7 @@ from shardwise.train.data.order import Position
 from shardwise.train.output.checkpoints import Checkpoints
 from shardwise.train.process.ranks import Ranks
 from shardwise.train.trainer import Trainer
-from tests.checkpoint.failures.test_unreadable import away
-from tests.checkpoint.test_asynchronous import fail_in_thread, held
+from tests.checkpoint.rig import away, fail_in_thread, held
 from tests.ranks import RankPools
 from tests.tiny import GPT2
 

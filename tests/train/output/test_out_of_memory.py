@@ -10,7 +10,7 @@ from shardwise.cli.process import report
 from shardwise.errors import OutOfMemory
 from shardwise.train import trainer
 from shardwise.train.config.files import load
-from tests.train.build.test_auto import _folder, small_device
+from tests.train.rig import _folder, small_device
 
 __all__ = ["_folder"]  # a fixture
 

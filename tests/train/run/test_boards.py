@@ -6,20 +6,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.train.config.files import load
-from shardwise.train.config.schema import Config
 from shardwise.train.run.boards import open_boards
 from shardwise.train.run.directory import RunDirectory
-
-
-def configured(tmp_path: Path, log: str) -> Config:
-    path = tmp_path / "tiny.toml"
-    path.write_text(f"""
-        model.config = {{model_type = "llama"}}
-        train.steps = 10
-        {log}
-    """)
-    return load(path)
+from tests.train.rig import configured
 
 
 def test_none_unless_asked_for(tmp_path: Path) -> None:
