@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import shardwise as sw
-from shardwise.errors import UsageError
+from shardwise.errors import ConfigError, UsageError
 from shardwise.integrations import fabric as our_fabric
 from shardwise.integrations import lightning as our_lightning
 from tests.engine.rig import on_ranks
@@ -138,6 +138,13 @@ def test_a_model_built_on_meta_and_strategies_options(tmp_path: Path) -> None:
     stock = losses(Module(), "ddp", tmp_path)
     strategy = our_lightning.ShardwiseStrategy(strategy="shard_grad_op")
     assert losses(Built(), strategy, tmp_path) == pytest.approx(stock, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", [our_lightning.ShardwiseStrategy, our_fabric.ShardwiseStrategy])
+def test_an_option_is_shard_s_or_lightning_s(strategy: Any) -> None:
+    strategy(align=16, timeout=None)
+    with pytest.raises(ConfigError, match=r"'stategy' is not one of strategy, .*; did you mean strategy"):
+        strategy(stategy="no_shard")
 
 
 @on_ranks(2, timeout_s=120)

@@ -56,7 +56,7 @@ class ShardwiseStrategy(DDPStrategy):
             start_method: "popen" or "spawn", for processes that Lightning starts itself, without torchrun or a cluster.
             options: `sw.shard`'s arguments, and Lightning's own (`accelerator`, `timeout`, ...).
         """
-        theirs = {name: options.pop(name) for name in lightning_common.OPTIONS if name in options}
+        theirs = lightning_common.taken_from(options)
         super().__init__(process_group_backend=process_group_backend, start_method=start_method, **theirs)
         self._options = options
         self._redirection = _ForwardRedirection()

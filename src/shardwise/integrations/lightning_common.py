@@ -19,13 +19,23 @@ from shardwise.engine.setup.shard import shard
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.optim.scaler import GradScaler
 from shardwise.policy.precision import Precision
+from shardwise.policy.settings import ARGUMENTS
+from shardwise.policy.words import check_names
 
-OPTIONS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "timeout")
+_OPTIONS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "timeout")
 """Names of a strategy's keyword arguments that are passed on to Lightning."""
 _COMPUTE = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 _PLAIN = {"32-true", "64-true", "bf16-true", "16-true"}
 _REST = "lightning.pt"
 """Name of the file in a checkpoint with Lightning's state: loops, callbacks and whatever the user adds."""
+
+
+def taken_from(options: dict[str, Any]) -> dict[str, Any]:
+    """Take Lightning's own arguments out of a strategy's, and return them. Raises ConfigError, naming the nearest, if
+    one of the others is not an argument of `sw.shard`."""
+    theirs = {name: options.pop(name) for name in _OPTIONS if name in options}
+    check_names("ShardwiseStrategy", options, ARGUMENTS)
+    return theirs
 
 
 def shard_as(module: nn.Module, options: Mapping[str, Any], precision: str) -> None:
