@@ -6,24 +6,19 @@ They are written with torch's own planner and metadata, one tensor in memory at 
 from __future__ import annotations
 
 import io
-import logging
 import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 from torch.utils._pytree import tree_map_only
 
 from shardwise.checkpoint.format.local_tensor import bytes_of
@@ -34,7 +29,7 @@ from shardwise.checkpoint.interchange.nested import Key, dotted, nested_state
 from shardwise.checkpoint.interchange.torch_files import read_stream
 from shardwise.checkpoint.publish import commit
 from shardwise.errors import CheckpointError, UnreadableError
-from shardwise.sharded.extensions.dcp_chunks import Box
+from shardwise.sharded.extensions.dcp_chunks import Box, write_items
 
 # Reading --------------------------------------------------------------------------------------------------------------
 
@@ -125,9 +120,14 @@ def write_dcp(contents: CheckpointContents, target: Path, flat: bool) -> None:
                 f"the model has a tensor named {taken[0]!r}, which is reserved at the top level: convert without --flat"
             )
         state = {**model, **state}
-    with commit.building(target) as partial, _quietly(), _first_cause():
-        state = tree_map_only(LazyTensor, _InChunks, state)
-        save(state, storage_writer=_Writer(partial), planner=_Planner(), no_dist=True)
+    # What torch.distributed.checkpoint.save does, but for its writer: that one keeps the last chunk of every tensor in
+    # memory until the file is full, and writes a tied tensor once for each name.
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(tree_map_only(LazyTensor, _InChunks, state), is_coordinator=True)
+    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    with commit.building(target) as partial:
+        results = _write(partial / _FILE, plan, planner)
+        FileSystemWriter(partial).finish(metadata, [results])
 
 
 class _InChunks:
@@ -137,19 +137,7 @@ class _InChunks:
         self.tensor = tensor
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:  # noqa: A002 - torch's name
-        properties, size = TensorProperties(dtype=self.tensor.dtype), torch.Size(self.tensor.shape)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)),
-                    properties=properties,
-                    size=size,
-                ),
-            )
-            for chunk in self._chunks()
-        ]
+        return write_items(fqn, self.tensor.shape, TensorProperties(dtype=self.tensor.dtype), self._chunks())
 
     def _chunks(self) -> Iterator[Box]:
         shape, rest = self.tensor.shape, (0,) * (len(self.tensor.shape) - 1)
@@ -161,79 +149,42 @@ class _InChunks:
             yield Box((first, *rest), (min(rows, shape[0] - first), *shape[1:]))
 
 
-class _Planner(DefaultSavePlanner):
-    _loaded: tuple[LazyTensor, Tensor] | None = None
-    """The tensor whose chunks are being written."""
-
-    def part_of(self, item: WriteItem) -> tuple[Any, ...]:
-        """Return a key that is equal for the same part of tied tensors, which is written once."""
-        found: Any = self.state_dict[item.index.fqn]
-        return id(found.tensor if isinstance(found, _InChunks) else found), item.index.offset, item.type
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        found: Any = self.state_dict[write_item.index.fqn]
-        if not isinstance(found, _InChunks):
-            return super().resolve_data(write_item)
-        if self._loaded is None or self._loaded[0] is not found.tensor:
-            self._loaded = None  # frees it first
-            self._loaded = found.tensor, found.tensor.load()
-        values, data = self._loaded[1], write_item.tensor_data
-        assert data is not None
-        if data.chunk.sizes == values.shape:
-            return values
-        rows = values.narrow(0, data.chunk.offsets[0], data.chunk.sizes[0])
-        # In a storage of its own, without a copy: torch.save writes the whole storage of a view.
-        return torch.frombuffer(bytes_of(rows.reshape(-1)), dtype=rows.dtype).view(rows.shape)
+def _write(path: Path, plan: SavePlan, planner: DefaultSavePlanner) -> list[WriteResult]:
+    """Write the one data file, a tensor at a time. It is on disk when this returns."""
+    results: list[WriteResult] = []
+    places: dict[int, list[_StorageInfo]] = {}
+    with path.open("wb") as file:
+        for fqn, group in groupby(plan.items, lambda item: item.index.fqn):
+            items, found = list(group), planner.state_dict[fqn]
+            value = id(found.tensor if isinstance(found, _InChunks) else found)  # the same of tied tensors
+            if value not in places:
+                places[value] = [_append(file, data) for data in _data(items, planner)]
+            for item, place in zip(items, places[value], strict=True):
+                results.append(WriteResult(item.index, place.length, place))
+        file.flush()
+        os.fsync(file.fileno())
+    return results
 
 
-class _Writer(FileSystemWriter):
-    """torch's writer, which writes what is tied once and keeps no data until the file is full."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        assert isinstance(planner, _Planner)
-        results = []
-        places: dict[tuple[Any, ...], _StorageInfo] = {}
-        with (Path(self.path) / _FILE).open("wb") as file:
-            for item in plan.items:
-                part = planner.part_of(item)
-                if part not in places:
-                    places[part] = self._append(file, planner, item)
-                results.append(WriteResult(item.index, places[part].length, places[part]))
-            file.flush()
-            os.fsync(file.fileno())
-        written: Future[list[WriteResult]] = Future()
-        written.set_result(results)
-        return written
-
-    @staticmethod
-    def _append(file: IO[bytes], planner: SavePlanner, item: WriteItem) -> _StorageInfo:
-        start, data = file.tell(), planner.resolve_data(item)
-        if isinstance(data, Tensor):
-            torch.save(data, file)
+def _data(items: Sequence[WriteItem], planner: DefaultSavePlanner) -> Iterator[Tensor | io.BytesIO]:
+    """Yield what to write for all items of one entry of the state_dict."""
+    found = planner.state_dict[items[0].index.fqn]
+    values = found.tensor.load() if isinstance(found, _InChunks) else None
+    for item in items:
+        if values is None or item.tensor_data is None:
+            yield planner.resolve_data(item)
+        elif len(items) == 1:
+            yield values
         else:
-            file.write(data.getbuffer())
-        return _StorageInfo(_FILE, start, file.tell() - start)
+            rows = values.narrow(0, item.tensor_data.chunk.offsets[0], item.tensor_data.chunk.sizes[0])
+            # In a storage of its own, without a copy: torch.save writes the whole storage of a view.
+            yield torch.frombuffer(bytes_of(rows.reshape(-1)), dtype=rows.dtype).view(rows.shape)
 
 
-@contextmanager
-def _first_cause() -> Iterator[None]:
-    """Raise the original error instead of torch's wrapper, which lists errors by rank."""
-    try:
-        yield
-    except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        raise cause from None
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence torch's warning and log message that one process saves alone: that is intended here."""
-    logger = logging.getLogger("torch.distributed.checkpoint")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            yield
-    finally:
-        logger.setLevel(before)
+def _append(file: IO[bytes], data: Tensor | io.BytesIO) -> _StorageInfo:
+    start = file.tell()
+    if isinstance(data, Tensor):
+        torch.save(data, file)
+    else:
+        file.write(data.getbuffer())
+    return _StorageInfo(_FILE, start, file.tell() - start)

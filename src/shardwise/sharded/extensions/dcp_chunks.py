@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,12 +103,19 @@ def attach() -> None:
 def _create_write_items(sharded: ShardedParameter, fqn: str, object: object) -> list[Any]:  # noqa: A002 - torch's name
     """Return what this rank saves: torch's `WriteItem`s, one a box. An empty parameter is saved as one empty box, since
     nothing would name it otherwise. `fqn` is the parameter's name in the state_dict."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+    from torch.distributed.checkpoint.metadata import TensorProperties
 
     properties = TensorProperties.create_from_tensor(sharded.peek().detach())
     shape = sharded.placement.shape
     boxes = _boxes(sharded) or ([] if math.prod(shape) else [Box((0,) * len(shape), shape)])
+    return write_items(fqn, shape, properties, boxes)
+
+
+def write_items(fqn: str, shape: Sequence[int], properties: Any, boxes: Iterable[Box]) -> list[Any]:
+    """Return torch's `WriteItem`s for boxes of a tensor. `properties`: torch's `TensorProperties`."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
     return [
         WriteItem(
             index=MetadataIndex(fqn, box.offsets),
