@@ -101,35 +101,30 @@ def _optimizer(found: Inspection) -> list[str]:
     of = f"{counted(kept, 'parameter')}, {format_bytes(found.optimizer_bytes)}"
     lines = [f"{name}: {', '.join(kinds) or 'nothing'} of {of}"]
     for number, group in enumerate(found.optimizer["groups"]):
-        told = {
-            key: value for key, value in group.items() if key != "fqns" and value is not None and value is not False
-        }
-        options = ", ".join(f"{key} {json.dumps(value)}" for key, value in told.items())
+        told = [(key, value) for key, value in group.items() if key != "fqns" and value is not None]
+        options = ", ".join(f"{key} {json.dumps(value)}" for key, value in told if value is not False)
         lines += _wrapped(f"  group {number}: {counted(len(group['fqns']), 'parameter')}, {options}", 4)
     return lines
 
 
 def _extra(found: Inspection) -> list[str]:
-    lines = []
-    items = list((found.extra or {}).items())
-    for key, value in items[:_EXTRA_SHOWN]:
-        text = f"  {key}: {json.dumps(value)}"
-        lines.append(text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}...")
-    if len(items) > _EXTRA_SHOWN:
-        lines.append(f"  and {len(items) - _EXTRA_SHOWN} more")
+    lines = [f"  {key}: {json.dumps(value)}" for key, value in (found.extra or {}).items()]
+    shown = [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..." for line in lines[:_EXTRA_SHOWN]]
+    lines = [*shown, *_more(len(lines) - _EXTRA_SHOWN)]
     if found.left_out:
         lines += _wrapped(f"  also stored, but not carried over by convert: {', '.join(found.left_out)}", 4)
     return ["extra", *lines] if lines else []
 
 
 def _files(files: dict[str, int]) -> list[str]:
-    if not files:
+    rows = [(f"  {name}", format_bytes(size)) for name, size in files.items()]
+    if not rows:
         return ["no files"]
-    rows = [(f"  {name}", format_bytes(size)) for name, size in list(files.items())[:_FILES_SHOWN]]
-    lines = ["files", *_table(rows, right=(1,))]
-    if len(files) > _FILES_SHOWN:
-        lines.append(f"  and {len(files) - _FILES_SHOWN} more")
-    return lines
+    return ["files", *_table(rows[:_FILES_SHOWN], right=(1,)), *_more(len(rows) - _FILES_SHOWN)]
+
+
+def _more(number: int) -> list[str]:
+    return [f"  and {number} more"] if number > 0 else []
 
 
 def _health(found: Inspection) -> list[str]:
@@ -148,10 +143,8 @@ def _run(found: InspectedRun) -> list[str]:
     rows: list[Sequence[str]] = [("checkpoint", "step", "ranks", "bytes", "")]
     good = [one.name for one in found.checkpoints if one.state == "committed" and not one.damage]
     for one in found.checkpoints:
-        note = "" if one.state == "committed" else one.state
-        note = "damaged" if one.damage else note
-        if good and one.name == good[-1]:
-            note = "newest"
+        note = "damaged" if one.damage else "newest" if [one.name] == good[-1:] else ""
+        note = note or one.state.replace("committed", "")
         step = "" if one.step is None else f"{one.step:,}"
         rows.append((f"  {one.name}", step, str(one.saved_by or ""), format_bytes(one.nbytes), note))
     lines = [f"{found.location}: a run with {counted(len(good), 'checkpoint')}"]
