@@ -64,6 +64,7 @@ _ATTACHED = {
         "engine.extensions.manual_unshard:attach",
     ),
     "groups": ("engine.extensions.hybrid_groups:groups_of",),
+    "unsharder": ("engine.extensions.secondary_shards:choose",),
     "saved tensors": (
         "engine.extensions.manual_unshard:handle_of",
         "engine.extensions.subclass_wrappers:handle_of",

@@ -84,10 +84,10 @@ def unwritten_fragment(engine: Engine, optimizer: torch.optim.Optimizer) -> Iter
     """The last rank does not put its slice of one unit into the slot."""
     true_unshard, parameters = UnitParameters.unshard, engine.units[-1].parameters
 
-    def unshard(self: UnitParameters, slot: Slot[Any], label: int) -> None:
+    def unshard(self: UnitParameters, slot: Slot[Any], slices: Slices, label: int) -> None:
         lost = self is parameters and _is_last(dist.get_rank())
         with patch.object(Slices, "write_to", lambda self, slot: None) if lost else nullcontext():
-            true_unshard(self, slot, label)
+            true_unshard(self, slot, slices, label)
 
     with patch.object(UnitParameters, "unshard", unshard):
         yield

@@ -32,7 +32,7 @@ from shardwise.engine.units.calls import Call, ForwardPass
 from shardwise.engine.units.gradients import Key
 from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Arguments, Unit
-from shardwise.engine.unsharder import Unsharder
+from shardwise.engine.unsharder import unsharder_for
 from shardwise.errors import CollectiveTimeout, MismatchError, UsageError
 from shardwise.modules.graph_breaks import hide_from_dynamo, leave_uncompiled
 from shardwise.modules.transforms import are_none, outside_transforms
@@ -128,7 +128,7 @@ class Engine:
         """Parameters of the model that are in no unit."""
         self.schedule = Schedule()
         self.log = CollectiveLog(mesh)
-        self.unsharder = Unsharder(mesh, self.log, self.schedule, slots)
+        self.unsharder = unsharder_for(mesh)(mesh, self.log, self.schedule, slots)
         self.reducer = Reducer(mesh, self.log, strategy.keeps_grads)
         self.saved = SavedTensors(self.unsharder.slots, self._on_enter, self.unshard_on_demand)
         self.forwards = Forwards()
@@ -361,9 +361,7 @@ class Engine:
         is_last = wants_backward and unit is self.root
         if is_last or ((wants_backward or unit.has_several) and self._follows_itself(unit)):
             return  # no other unit would use the slot in between
-        if wants_backward:
-            unit.parameters.store_secondary()
-        self.unsharder.reshard(unit)
+        self.unsharder.reshard_after_forward(unit, wants_backward)
 
     def written_in_place(self, unit: Unit) -> str | None:
         """Name of a parameter that was written in the slot; None if none, or if the slot is the model's only copy."""

@@ -20,14 +20,26 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.schedule import Phase, Schedule
 from shardwise.engine.units.arena import Arena, Slot, size_classes
 from shardwise.engine.units.parameters import ParameterState
+from shardwise.engine.units.slices import Slices
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import ConfigError
+from shardwise.registry import registered
 
 _NOT_PREFETCHED = 2
 """Slots left to the unit that computes and to the one before it, whose kernels may still be reading. Prefetching looks
 so many events further, since as many of the nearest may be of units that are unsharded already."""
 _READ_AHEAD = 6
 """Number of upcoming events whose shards are loaded ahead from a medium."""
+
+
+SEAM = "unsharder"
+"""Functions that are asked first for the class of a mesh's `Unsharder`: (mesh) -> type[Unsharder] | None."""
+
+
+def unsharder_for(mesh: Mesh) -> type[Unsharder]:
+    """Return the class whose object gathers units over the mesh."""
+    found: list[type[Unsharder]] = [kind for choose in registered(SEAM) if (kind := choose(mesh)) is not None]
+    return found[0] if found else Unsharder
 
 
 class Unsharder:
@@ -41,8 +53,6 @@ class Unsharder:
         self._ahead = 0
         """Number of events to read ahead for; 0 if all shards are resident."""
         self._arena: Arena[Unit] | None = None
-        self._secondary: Arena[Unit] | None = None
-        """Slots of units that backward gathers over the smaller group of ranks, from secondary shards."""
         self.slots: dict[int, Slot[Unit]] = {}
         """Every slot by the identity of its storage, those that are shards themselves included."""
         self.retired_slots = 0
@@ -53,8 +63,7 @@ class Unsharder:
     @property
     def all_slots(self) -> list[Slot[Unit]]:
         """Every slot but those that are shards themselves."""
-        arenas = [arena for arena in (self._arena, self._secondary) if arena is not None]
-        return [*(slot for arena in arenas for slot in arena.slots), *self.own_slots.values()]
+        return [*(() if self._arena is None else self._arena.slots), *self.own_slots.values()]
 
     def allocate(self, units: Sequence[Unit]) -> None:
         """Allocate every slot, once. Every rank must call this."""
@@ -62,14 +71,8 @@ class Unsharder:
             return
         moving = [unit for unit in units if not unit.keeps_params]
         kept = [unit for unit in units if unit.keeps_params and not unit.parameters.is_pinned]
-        classes = [*size_classes(_sizes(moving), lambda _: self._slots), *size_classes(_sizes(kept), len)]
+        classes = [*size_classes(sizes(moving), lambda _: self._slots), *size_classes(sizes(kept), len)]
         self._arena = Arena(self._mesh.shard, BufferKind.GATHER, classes)
-        if self._mesh.secondary is not None:
-            again = [unit for unit in moving if unit.settings.resharding is not True]
-            classes = size_classes(_sizes(again), lambda _: self._slots)
-            self._secondary = Arena(self._mesh.secondary, BufferKind.GATHER, classes)
-            for unit in again:
-                unit.parameters.allocate_secondary(self._mesh.secondary)
         self._ahead = _READ_AHEAD if not all(group.is_resident for unit in units for group in unit.groups) else 0
         pinned = [unit.parameters.pin(self._mesh.shard, unit) for unit in units if unit.parameters.is_pinned]
         for slot in (*self.all_slots, *pinned):
@@ -80,7 +83,7 @@ class Unsharder:
         self.reshard_all(units)
         for slot in self.all_slots:
             slot.collectives.drop(slot.buffer)
-        self._arena = self._secondary = None
+        self._arena = None
         self.own_slots.clear()
         self.slots.clear()
         for unit in units:
@@ -95,8 +98,7 @@ class Unsharder:
                 unit.parameters.wait_for(before)
 
     def unshard(self, unit: Unit, again: bool) -> None:
-        """Unshard `unit` with its present weights and wait for it. `again`: after its forward, so from the secondary
-        shard if there is one."""
+        """Unshard `unit` with its present weights and wait for it. `again`: after its forward."""
         parameters = unit.parameters
         if parameters.state is ParameterState.UNSHARDING:
             parameters.wait_for_unshard()
@@ -136,18 +138,24 @@ class Unsharder:
 
     def _start(self, unit: Unit, slot: Slot[Unit]) -> None:
         # Load first: a disk may fail, and must do so before anything is issued or taken.
-        held = unit.parameters.slices_for(slot).load() if self._ahead else ()
+        slices = self._slices_for(unit, slot)
+        held = slices.load() if self._ahead else ()
         label = self._log.gather_label(unit.index)
         if slot.collectives.world_size > 1:
             self._log.note(label)
         slot.take(unit)  # waits for the slot's last readers, before this rank's slices are written into it
-        unit.parameters.unshard(slot, label)
+        unit.parameters.unshard(slot, slices, label)
         del held
 
     def _arena_of(self, unit: Unit, again: bool) -> Arena[Unit]:
-        arena = self._secondary if again and unit.parameters.has_secondary else self._arena
-        assert arena is not None
-        return arena
+        """Return the slots that the unit may be gathered in. `again`: after its forward."""
+        assert self._arena is not None
+        return self._arena
+
+    def _slices_for(self, unit: Unit, slot: Slot[Unit]) -> Slices:
+        """Return the slices that a gather into the slot starts from."""
+        assert unit.parameters.slices is not None
+        return unit.parameters.slices
 
     def _free_slot(self, arena: Arena[Unit], unit: Unit) -> Slot[Unit]:
         """Return a free slot for the unit. If all are held, evict a unit that is not in use, else one in backward."""
@@ -192,11 +200,13 @@ class Unsharder:
                 stacklevel=2,
             )
 
+    def reshard_after_forward(self, unit: Unit, wants_backward: bool) -> None:
+        """Take the slot of a unit back whose forward is over. `wants_backward`: its backward will gather it again."""
+        self.reshard(unit)
+
     def settle(self) -> None:
         """Order the current stream after all reads of this rank's slices, so that these may be written."""
         self._mesh.shard.settle()
-        if self._mesh.secondary is not None:
-            self._mesh.secondary.settle()
 
     def reshard_all(self, units: Sequence[Unit]) -> None:
         """Take every slot back, even one that an interrupt left with a holder that does not know of it."""
@@ -208,5 +218,6 @@ class Unsharder:
                 slot.free()
 
 
-def _sizes(units: Sequence[Unit]) -> list[tuple[Unit, int]]:
+def sizes(units: Sequence[Unit]) -> list[tuple[Unit, int]]:
+    """Return each unit and the bytes that it takes in a slot."""
     return [(unit, unit.parameters.unsharded_bytes) for unit in units]

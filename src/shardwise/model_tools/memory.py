@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from shardwise import accelerators, device_tools
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.offloaded import gradient_stores, shard_stores
+from shardwise.engine.extensions.secondary_shards import secondary_pieces
 from shardwise.engine.lookup import require_engine
 from shardwise.engine.setup.torch_patches import with_state
 from shardwise.model_tools.activation_checkpointing import input_copies
@@ -103,6 +104,7 @@ def _known(engine: Engine, model: nn.Module, state_bytes: int) -> dict[str, int]
     aparts = [unit.gradients.apart for unit in engine.units]
     return {
         "param_shards": sum(unit.parameters.shard_bytes for unit in engine.units)
+        + sum(piece.nbytes for pieces in secondary_pieces(engine).values() for piece in pieces)
         + sum(store.ring_bytes for store in shard_stores(engine)),
         "gathered_slots": sum(slot.buffer.bytes.numel() for slot in engine.unsharder.all_slots),
         "grad_shards": _held_bytes(group.gradients.flat for group in groups if group.gradients.flat is not None)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
+from shardwise.engine.extensions.secondary_shards import secondary_pieces
 from shardwise.engine.lookup import require_engine
 from shardwise.engine.units.parameters import ParameterState
 from shardwise.errors import ConfigError, DifferentModelsError, LayoutError, MeshError, UsageError
@@ -339,9 +340,10 @@ def test_units_keep_the_resharding_that_they_were_sharded_with(of_blocks: bool |
         twins.train(3)
     expected = [of_model, of_model, of_blocks, of_blocks, of_model]
     assert [unit.settings.resharding for unit in twins.engine.units] == expected
+    secondary = secondary_pieces(twins.engine)
     for unit, resharding in zip(twins.engine.units, expected, strict=True):
         assert (unit.parameters.state is ParameterState.UNSHARDED) == (resharding is False), unit.fqn
-        assert bool(unit.parameters.secondary) == (resharding == 2 and resharding is not True), unit.fqn
+        assert (unit in secondary) == (resharding == 2 and resharding is not True), unit.fqn
     kept = sum(resharding is False for resharding in expected)
     before = count(twins.engine, "all_gather")
     with torch.no_grad():

@@ -78,10 +78,10 @@ class UnitParameters:
         self._work: Work = FINISHED
         self._steps = 0
         """Number of optimizer steps seen: fused optimizers do not increase a tensor's `_version`."""
-        self._unsharded_version = -1
+        self.unsharded_version = -1
         """Version of the weights that lie in the slot."""
-        self._primary: Slices | None = None
-        self._secondary: Slices | None = None
+        self.slices: Slices | None = None
+        """This rank's slices, of which the unit is gathered. Set by `shard`."""
         self._pinned_bytes: Tensor | None = None
         self._views: dict[int, tuple[int, list[list[Tensor]]]] = {}
         """By `id` of a slot: its generation, and views of the full parameters in it, by group."""
@@ -119,38 +119,27 @@ class UnitParameters:
 
     def wait_for(self, work: Work) -> None:
         """Have later gathers wait for `work`, which may have written the shards."""
-        if self._primary is not None:
-            self._primary.were_written(self.version, work)
+        if self.slices is not None:
+            self.slices.were_written(self.version, work)
 
     def _note_writes(self, version: int) -> None:
         """Have gathers wait for all work enqueued so far, if the shards were written since this was last noted."""
-        if self._primary is not None and self._primary.version != version:
-            self._primary.were_written(version, self._primary.collectives.mark())
+        if self.slices is not None and self.slices.version != version:
+            self.slices.were_written(version, self.slices.collectives.mark())
 
     @property
     def is_fresh(self) -> bool:
         """Whether the slot holds the present weights."""
-        return self.is_pinned or self._unsharded_version == self.version
-
-    @property
-    def has_secondary(self) -> bool:
-        """Whether there is a secondary shard and it holds the present weights."""
-        return self._secondary is not None and self._secondary.version == self.version
+        return self.is_pinned or self.unsharded_version == self.version
 
     # Building ---------------------------------------------------------------------------------------------------------
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of this rank's slices in memory, those of the secondary shard included."""
+        """Bytes of this rank's slices in memory."""
         if self._pinned_bytes is not None:
             return self._pinned_bytes.nbytes
-        resident = [group.shard_bytes for group in self.groups if group.is_resident]
-        return sum(resident) + sum(piece.nbytes for piece in self.secondary)
-
-    @property
-    def secondary(self) -> Sequence[Tensor]:
-        """The secondary shard, from which backward gathers: this rank's slice of each group; empty if there is none."""
-        return () if self._secondary is None else self._secondary.pieces
+        return sum(group.shard_bytes for group in self.groups if group.is_resident)
 
     def shard(self, device: torch.device, values: Values | None = None) -> None:
         """Cut the original parameters, or their `values`, into this rank's shards and free them. No communication."""
@@ -169,7 +158,7 @@ class UnitParameters:
     def move_to(self, collectives: Collectives | None) -> None:
         """Gather over `collectives` from now on: another object for the same ranks. No communication."""
         if collectives is not None:
-            self._primary = Slices(self.groups, collectives, None)
+            self.slices = Slices(self.groups, collectives, None)
             self._note_writes(self.version)
 
     def pin(self, collectives: Collectives, holder: object) -> Slot[Any]:
@@ -181,22 +170,12 @@ class UnitParameters:
         self._move(ParameterState.UNSHARDED)
         return self.slot
 
-    def allocate_secondary(self, collectives: Collectives) -> None:
-        """Allocate the secondary shard, over the smaller group of ranks. No communication."""
-        numels = [group.dtypes.stored_numel(group.layout.numel // collectives.world_size) for group in self.groups]
-        pieces = [
-            torch.empty(numel, dtype=group.dtypes.gathered, device=group.device)
-            for group, numel in zip(self.groups, numels, strict=True)
-        ]
-        self._secondary = Slices(self.groups, collectives, pieces)
-
     def forget_slots(self) -> None:
         """Drop everything that lies in an arena, and a slot that is the shard itself."""
         if self.slot is not None:
             self._move(ParameterState.SHARDED)
             self.slot.free()
             self.slot = None
-        self._secondary = None
         self._views.clear()
 
     # Unsharding: each step is called in graph order, alike on every rank ---------------------------------------------
@@ -206,20 +185,12 @@ class UnitParameters:
         for group in self.groups:
             group.read_ahead()
 
-    def slices_for(self, slot: Slot[Any]) -> Slices:
-        """Return the slices that a gather into `slot` starts from: secondary ones in a slot over the smaller group."""
-        secondary = self._secondary
-        slices = secondary if secondary is not None and slot.collectives is secondary.collectives else self._primary
-        assert slices is not None
-        return slices
-
-    def unshard(self, slot: Slot[Any], label: int) -> None:
-        """Write this rank's slices, cast, into `slot`, which the caller took, and start the all_gather. Collective."""
+    def unshard(self, slot: Slot[Any], slices: Slices, label: int) -> None:
+        """Write `slices`, cast, into `slot`, which the caller took, and start the all_gather. Collective."""
         self.slot = slot
         self._move(ParameterState.UNSHARDING)
-        self._unsharded_version = self.version  # before the slices are read: a write from here on makes them stale
-        self._note_writes(self._unsharded_version)
-        slices = self.slices_for(slot)
+        self.unsharded_version = self.version  # before the slices are read: a write from here on makes them stale
+        self._note_writes(self.unsharded_version)
         slices.write_to(slot)
         self._work = slot.collectives.all_gather(slot.buffer, slices.spans, label)
 
@@ -250,11 +221,6 @@ class UnitParameters:
         for group in self.groups:
             group.show_sharded()
         self._move(ParameterState.UNSHARDED)
-
-    def store_secondary(self) -> None:
-        """Copy this rank's secondary shard out of the slot, for backward. Only while unsharded."""
-        if self._secondary is not None and self.slot is not None:
-            self._secondary.read_from(self.slot, self._unsharded_version)
 
     def reshard(self) -> tuple[Slot[Any], bool]:
         """Let go of the slot. Returns it, for the caller to free, and whether its storage was retired: someone still

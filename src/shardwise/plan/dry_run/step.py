@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.autocast import allow_autocast
+from shardwise.engine.extensions.secondary_shards import secondary_pieces
 from shardwise.engine.lookup import require_engine
 from shardwise.engine.setup.shard import shard
 from shardwise.engine.units.arena import Slot, storage_key
@@ -193,6 +194,7 @@ class _DryRun:
         shape: tuple[int, ...] = next((tuple(arg.shape) for arg in args if isinstance(arg, Tensor)), ())
         units = self.engine.units
         parameters = list(self.model.parameters())
+        secondary = secondary_pieces(self.engine)
         return Facts(
             name=type(self.model).__name__,
             params=sum(p.numel() for p in parameters),
@@ -203,7 +205,10 @@ class _DryRun:
             sequence=shape[1] if len(shape) == _BATCH_SEQUENCE_WIDTH else self.job.seq_len,
             unit_bytes={unit.fqn: unit.parameters.unsharded_bytes for unit in units},
             unit_reduce_bytes={unit.fqn: unit.gradients.reduce_bytes for unit in units},
-            unit_shard_bytes={unit.fqn: unit.parameters.shard_bytes for unit in units},
+            unit_shard_bytes={
+                unit.fqn: unit.parameters.shard_bytes + sum(piece.nbytes for piece in secondary.get(unit, ()))
+                for unit in units
+            },
             unit_trained_bytes={unit.fqn: _trained_bytes(unit) for unit in units},
             kept_bytes=self._kept(args, kwargs),
             unused=self.unused,
@@ -333,7 +338,7 @@ def _kinds(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
     groups = [group for unit in engine.units for group in unit.groups]
     put("param_shards", (group.shard for group in groups))
-    put("param_shards", (piece for unit in engine.units for piece in unit.parameters.secondary))
+    put("param_shards", (piece for pieces in secondary_pieces(engine).values() for piece in pieces))
     put("gathered_slots", (slot.buffer.bytes for slot in engine.unsharder.all_slots))
     put("grad_shards", (group.gradients.flat for group in groups))
     put("reduce_slots", (slot.buffer.bytes for slot in engine.reducer.slots.all))
