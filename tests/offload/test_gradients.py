@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise.engine import in_flight
 from shardwise.engine.extensions.offloaded import gradient_stores
+from shardwise.engine.in_flight import Flight, InFlight
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
 from shardwise.offload.media.device_buffers import DeviceBuffers
@@ -747,7 +747,7 @@ def used(buffers: DeviceBuffers, buffer: Tensor) -> None:
     buffers._users[buffer.data_ptr()] = {buffers._current()}
 
 
-def not_waited_for(flight: in_flight.Flight) -> None:
+def not_waited_for(flight: Flight) -> None:
     """Sums are taken to be there when they were begun."""
     for work in flight.works:
         work._keep = None  # type: ignore[attr-defined]
@@ -758,7 +758,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a use does not wait for its copy": (DeviceBuffers, "use", lambda *_: None),
     "a copy does not wait for uses": (DeviceBuffers, "before", lambda *_: []),
     "a buffer is used again too early": (DeviceBuffers, "claim", used),
-    "a copy does not wait for the sum": (in_flight, "_sum", not_waited_for),
+    "a copy does not wait for the sum": (InFlight, "_add", staticmethod(not_waited_for)),
 }
 
 

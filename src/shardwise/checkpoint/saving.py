@@ -32,6 +32,7 @@ from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
 from shardwise.checkpoint.staging import StagingBuffer
 from shardwise.engine.collective_log import SyncPoint
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions import backward_steps
 from shardwise.engine.extensions.offloaded import shard_stores
 from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.module_methods import give_up_interrupted
@@ -117,7 +118,7 @@ def _check_ready(engines: Sequence[Engine], optimizer: Optimizer | None, asynchr
     has failed, or for an asynchronous save of weights or optimizer state that rest on a medium."""
     for engine in engines:
         give_up_interrupted(engine)
-        engine.reducer.steps.check()
+        backward_steps.check(engine)
     shards, states = shard_stores(*engines), [] if optimizer is None else stores_of(optimizer)
     for shard_store in shards:
         shard_store.medium.check()

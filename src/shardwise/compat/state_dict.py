@@ -19,6 +19,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.names.wrappers import unwrapped, unwrapped_name
+from shardwise.engine.extensions.backward_steps import serves
 from shardwise.engine.lookup import engine_of, engines_below
 from shardwise.errors import UsageError
 from shardwise.modules.deferred_init.put_off import give_buffers
@@ -415,7 +416,7 @@ def _with_state(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     for group in optimizer.param_groups:  # so that no weight changes
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     try:
-        if any(engine.reducer.steps.serves(optimizer) for engine in engines_below(model)):  # its step() updates nothing
+        if any(serves(engine, optimizer) for engine in engines_below(model)):  # its step() updates nothing
             with torch.no_grad():
                 step_with_stores(optimizer, [group["params"] for group in optimizer.param_groups])
         else:

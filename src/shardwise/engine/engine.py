@@ -1,12 +1,18 @@
 """The engine of one sharded model: when each unit is unsharded, used, reduced and resharded.
 
-It acts in five kinds of hooks: before and after a unit's forward, when the gradient of a unit's output
-arrives (its backward begins), when the gradient of its first input is complete (its backward is over), and when
-autograd is done. At other times a unit is unsharded only on demand, for example when a saved tensor is unpacked.
+It acts in five hooks, and at other times only on demand, as when a saved tensor is unpacked:
+
+| hook | torch calls it | what it does |
+|---|---|---|
+| `pre_forward` | before a unit's forward | unshards the unit, gives its modules the full parameters, prefetches |
+| `post_forward` | after it | gives its modules the sharded parameters, and reshards the unit |
+| `pre_backward` | when a gradient of its output has arrived | takes a reduce slot, unshards the unit, prefetches |
+| `post_backward` | when the gradient of its first input is complete | reduces its gradients, and reshards the unit |
+| `finish_backward` | when autograd is done | reduces what came late, and writes all gradients to `.grad` |
 
 Hooks in backward report how far it has come; what is due follows from the calls of the forward pass (`units/calls.py`).
 The engine decides when; the `Unsharder` finds the slot, the `Reducer` sums the gradients, and each unit's own objects
-keep its state.
+keep its state. What else there is attaches itself (`EngineHooks`), and nothing of it is named here.
 """
 
 from __future__ import annotations
@@ -16,7 +22,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,8 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.collective_log import CollectiveLog, SyncPoint
+from shardwise.engine.hooks import EngineHooks, Forwards
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.reducer import Reducer
+from shardwise.engine.reducer import reducer_for
 from shardwise.engine.saved_tensors import Place, SavedTensors
 from shardwise.engine.schedule import Event, Phase, Schedule
 from shardwise.engine.units.calls import Call, ForwardPass
@@ -54,7 +60,7 @@ class Backward(enum.Enum):
     RUNNING = "running"
     """Autograd is at work, and may recompute forwards."""
     ENDING = "ending"
-    """Autograd is done or raised; gradients are not handed out yet. Only a backward that raised stays in this state,
+    """Autograd is done or raised; gradients are not in `.grad` yet. Only a backward that raised stays in this state,
     until `clear_up` or the next backward."""
 
 
@@ -68,42 +74,6 @@ def _on_dropped(engine: weakref.ref[Engine], _: object) -> None:
     held = engine()
     if held is not None and held.backward is not Backward.NONE:
         held.backward_raised()
-
-
-class Forwards(list[tuple[Unit, Any]]):
-    """The forwards of one engine that are under way, outermost first: each unit, and what a subclass notes of it."""
-
-    def begin(self, unit: Unit) -> None:
-        """Add a forward that begins. Called in its pre-forward hook."""
-        self.append((unit, None))
-
-    @property
-    def are_over(self) -> bool:
-        """Whether no forward is under way."""
-        return not self
-
-    @property
-    def are_around(self) -> bool:
-        """Whether a forward that begins now is inside another one."""
-        return bool(self)
-
-
-@dataclass(slots=True)
-class EngineHooks:
-    """What modules outside the core have one engine call. Each list is empty unless something is attached."""
-
-    begin_step: list[Callable[[], None]] = field(default_factory=list)
-    """Called when an outermost forward begins, when what an interrupted step left has been cleared up."""
-    follow_requires_grad: list[Callable[[], None]] = field(default_factory=list)
-    """Called when the engine follows the first `requires_grad` of its parameters, or a change."""
-    begin_forward: list[Callable[[Unit], None]] = field(default_factory=list)
-    """Called when a unit's forward begins, before anything of it is gathered."""
-    end_forward: list[Callable[[Place, bool], Sequence[Call[Unit]]]] = field(default_factory=list)
-    """Called with a call that is over, and whether it raised. Returns further calls that are over then."""
-    end_backward: list[Callable[[], None]] = field(default_factory=list)
-    """Called when autograd is done, before the last gradients are reduced."""
-    reshard_all: list[Callable[[], None]] = field(default_factory=list)
-    """Called before every slot is taken back, between steps."""
 
 
 class Engine:
@@ -129,8 +99,8 @@ class Engine:
         self.schedule = Schedule()
         self.log = CollectiveLog(mesh)
         self.unsharder = unsharder_for(mesh)(mesh, self.log, self.schedule, slots)
-        self.reducer = Reducer(mesh, self.log, strategy.keeps_grads)
-        self.saved = SavedTensors(self.unsharder.slots, self._on_enter, self.unshard_on_demand)
+        self.reducer = reducer_for(mesh, strategy)(mesh, self.log)
+        self.saved = SavedTensors(self.unsharder.slots, self.pre_backward, self.unshard_on_demand)
         self.forwards = Forwards()
         """The forwards of units that are under way."""
         self.hooks = EngineHooks()
@@ -235,7 +205,7 @@ class Engine:
             args, kwargs = cast_tensors((args, kwargs), unit.settings.inputs)
         if torch.is_grad_enabled():
             self.saved.activate()
-            args, kwargs = mark_first_input(args, kwargs, partial(self._on_exit, place))
+            args, kwargs = mark_first_input(args, kwargs, partial(self.post_backward, place))
         return args, kwargs
 
     @outside_transforms
@@ -267,7 +237,8 @@ class Engine:
         if unit.parameters.state is ParameterState.UNSHARDED:
             unit.parameters.show_unsharded()
         self.unsharder.prefetch(self.units)
-        self.unsharder.read_ahead(self.units)
+        for hook in self.hooks.prefetched:
+            hook()
 
     def _forward_pass(self, recompute: bool) -> ForwardPass[Unit]:
         """Return the pass of the innermost call under way, or else a new one. A recomputation has a pass of its own."""
@@ -355,7 +326,7 @@ class Engine:
                 f"the forward of {unit} wrote parameter {written!r} in place, {what}. Write parameters "
                 "outside forward, in sw.unsharded(model, writeback=True), or make it a buffer"
             )
-        if unit.keeps_params or call.recompute:
+        if call.recompute or not unit.reshards_after_forward:
             return
         wants_backward = torch.is_grad_enabled()
         is_last = wants_backward and unit is self.root
@@ -389,8 +360,6 @@ class Engine:
         self.unsharder.begin(self.units)
         if unit is self.root:
             self._ahead_of_backward = 0
-        if torch.is_grad_enabled():  # else a rank may be evaluating alone
-            self.reducer.steps.check()
         for hook in self.hooks.begin_step:
             hook()
         self.follow_requires_grad()
@@ -419,17 +388,17 @@ class Engine:
             watched = [tensor for tensor in tensors if tensor.requires_grad]
             forward.end(call, has_backward=bool(watched) or any(group.trainable for group in call.unit.groups))
             for tensor in watched if call.end >= 0 else ():  # else the call turned grad mode on
-                tensor.register_hook(partial(self._on_enter, place))
+                tensor.register_hook(partial(self.pre_backward, place))
         return output
 
     # Backward -------------------------------------------------------------------------------------------------------
 
-    def _on_enter(self, place: Place, grad: Tensor | None = None) -> None:
+    def pre_backward(self, place: Place, grad: Tensor | None = None) -> None:
         """Backward has come to the end of a call: a gradient of its output arrived, or a saved tensor is unpacked."""
         forward, call = place
         self._walk_back(forward, call.end)
 
-    def _on_exit(self, place: Place, grad: Tensor) -> None:
+    def post_backward(self, place: Place, grad: Tensor) -> None:
         """Backward has come to the beginning of a call: the gradient of its first input is complete."""
         forward, call = place
         self._walk_back(forward, call.begin)
@@ -447,11 +416,11 @@ class Engine:
     def _pass(self, forward: ForwardPass[Unit], position: int = 0) -> None:
         for call, is_end in forward.walk_back(position):
             if call.has_backward and is_end:
-                self._enter(call)
+                self._begin_backward_of(call)
             elif call.is_open:
-                self._exit(call)
+                self._end_backward_of(call)
 
-    def _enter(self, call: Call[Unit]) -> None:
+    def _begin_backward_of(self, call: Call[Unit]) -> None:
         """Begin the call's backward."""
         unit = call.unit
         unit.calls.begin_backward(call)
@@ -459,7 +428,7 @@ class Engine:
         self.schedule.record(Event(Phase.BACKWARD, unit.index))
         self.use(unit, again=True)
 
-    def _exit(self, call: Call[Unit]) -> None:
+    def _end_backward_of(self, call: Call[Unit]) -> None:
         """End the call's backward."""
         unit = call.unit
         unit.calls.end_backward(call)
@@ -471,7 +440,7 @@ class Engine:
     def _leave_backward(self, unit: Unit) -> None:
         if unit.parameters.state is ParameterState.IN_USE:
             unit.parameters.show_sharded()
-        if not unit.keeps_params and (not unit.has_several or not self._follows_itself(unit)):
+        if unit.reshards_after_forward and (not unit.has_several or not self._follows_itself(unit)):
             self.unsharder.reshard(unit)
 
     def unshard_on_demand(self, unit: Unit) -> None:
@@ -488,7 +457,7 @@ class Engine:
         return self.read(unit)
 
     def begin_backward(self) -> None:
-        """Make the backward that autograd is running end with `_finish_backward`, unless that is arranged already."""
+        """Make the backward that autograd is running end with `finish_backward`, unless that is arranged already."""
         if self.backward is Backward.RUNNING:
             return
         if self.backward is Backward.ENDING and self._finisher() is None:  # dropped: the last backward raised
@@ -496,9 +465,8 @@ class Engine:
         if self.backward is Backward.NONE:
             self.follow_requires_grad()  # autograd drops gradients of parameters frozen since the forward
             self.allocate()
-            for unit in self.units:
-                unit.gradients.hide_waiting()
-            finisher = partial(self._finish_backward)  # a new object, which only autograd keeps
+            self.reducer.begin(self.units)
+            finisher = partial(self.finish_backward)  # a new object, which only autograd keeps
             torch.autograd.Variable._execution_engine.queue_callback(finisher)  # raises outside a backward
             self._finisher = weakref.ref(finisher, partial(_on_dropped, weakref.ref(self)))
             self.backward = Backward.RUNNING
@@ -515,8 +483,8 @@ class Engine:
         """Note that an optimizer has updated a unit: all ranks must have done so when they next agree."""
         self.log.note_step()
 
-    def _finish_backward(self) -> None:
-        """End this backward, once autograd is done: pass the moments left, reduce the rest and hand out gradients."""
+    def finish_backward(self) -> None:
+        """End this backward, once autograd is done: pass the moments left, reduce the rest and write all gradients."""
         self.backward = Backward.ENDING
         try:
             self._reduce_the_rest()

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from shardwise.comm.protocol import Work
 from shardwise.engine.units.arena import Slot
-from shardwise.engine.units.gradients import UnitGradients
 from shardwise.engine.units.unit import Unit
 
 
@@ -35,22 +34,10 @@ class InFlight(deque[Flight]):
     def make_room(self, unit: Unit) -> None:
         """Called before sums of the unit begin. Gradients that are not resident need room in memory (an extension)."""
 
-    @staticmethod
-    def sum(flight: Flight) -> None:
-        """Wait for the sums of a flight, which keeps its slot."""
-        _sum(flight)
-        _leave(flight.unit)
-
     def finish_all(self) -> None:
         """Wait for every flight and free its slot."""
         while self:
             self._complete(self[0])
-
-    def sum_all(self) -> None:
-        """Wait for the sums of every flight, but leave each its slot: slots must be freed at the same moments as
-        otherwise, so that units are reduced in the same parts."""
-        for flight in self:
-            _sum(flight)
 
     def finish_of(self, unit: Unit) -> None:
         """Wait for the flights of the unit and free their slots."""
@@ -79,38 +66,27 @@ class InFlight(deque[Flight]):
 
     def _complete(self, flight: Flight) -> None:
         self.remove(flight)
-        _sum(flight)
-        _leave(flight.unit)
+        self.sum(flight)
         if flight.slot is not None:
             assert flight.slot.holder is flight.unit, f"a reduction of {flight.unit} lost its slot"
             flight.slot.free()
 
+    def sum(self, flight: Flight) -> None:
+        """Wait until the sums are in the shard's gradient, or where else they are written to. The flight keeps its
+        slot. Flights of one unit must come here in their order."""
+        if not flight.is_summed:
+            self._add(flight)
+        for group in flight.unit.groups:
+            if group.trainable:
+                group.gradients.leave()
 
-def _leave(unit: Unit) -> None:
-    for group in unit.groups:
-        if group.trainable:
-            group.gradients.leave()
-
-
-def _sum(flight: Flight) -> None:
-    """Wait until the sums are in the shard's gradient, or apart. Flights of one unit must come here in their order."""
-    if flight.is_summed:
-        return
-    for work in flight.works:
-        work.wait()
-    if flight.slices:
-        groups = [group for group in flight.unit.groups if group.trainable]
-        for group, own in zip(groups, flight.slices, strict=True):
-            _settle(flight.unit.gradients, own, *group.gradients.prepare_sum())
-            group.gradients.leave()  # before the next group's slice takes a buffer
-    flight.is_summed = True
-
-
-def _settle(gradients: UnitGradients, summed: Tensor, total: Tensor, accumulate: bool) -> None:
-    """Add this rank's slice of a sum to the shard's gradient (or overwrite that), after a user's hook has seen it."""
-    if gradients.reducing.hook is None:
-        gradients.scaled.settle(total, summed, accumulate)
-    else:
-        summed.mul_(gradients.scaled.scale_of_sum(summed.dtype))
-        gradients.reducing.hook(summed)
-        (total.add_ if accumulate else total.copy_)(summed)
+    @staticmethod
+    def _add(flight: Flight) -> None:
+        for work in flight.works:
+            work.wait()
+        if flight.slices:
+            groups = [group for group in flight.unit.groups if group.trainable]
+            for group, own in zip(groups, flight.slices, strict=True):
+                flight.unit.gradients.settle(own, *group.gradients.prepare_sum())
+                group.gradients.leave()  # before the next group's slice takes a buffer
+        flight.is_summed = True

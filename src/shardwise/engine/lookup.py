@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.units.unit import Unit
@@ -73,13 +73,6 @@ def units_at(engine: Engine, module: nn.Module, recurse: bool = True) -> list[Un
         for unit in engine.units
         if any(id(site.module) in within for group in unit.groups for sites in group.sites for site in sites)
     ]
-
-
-def steps_in_backward(parameter: Tensor) -> bool:
-    """Whether optimizers update the parameter's model in backward (`sw.optimizer_in_backward`)."""
-    unit = parameter.unit if isinstance(parameter, ShardedParameter) else None
-    engine = unit.listener if isinstance(unit, Unit) else None
-    return isinstance(engine, Engine) and engine.reducer.steps.are_taken
 
 
 def require_engine(model: nn.Module) -> Engine:

@@ -17,48 +17,75 @@ A reduce slot is *free* (no holder), *collecting* (its holder's `gradients.slot`
   shard's gradient and later ones add to it.
 - A gradient that arrives while its unit has no slot joins the next slot that the unit has; if any rank still holds
   one when backward ends, all ranks reduce that unit then.
-- `no_sync` and a backward that raised leave slots collecting: the next backward continues in them, or `abandon` frees
-  them.
+- A backward that raised leaves slots collecting, and `abandon` frees them. (So does a custom reduction that is not due:
+  the next backward continues in them.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import FINISHED, Reduction, Work
+from shardwise.comm.protocol import Reduction
 from shardwise.comm.summation import BatchedAddition, ScaledAddition
-from shardwise.engine.apart_reductions import lies_apart, start_apart
-from shardwise.engine.backward_steps import BackwardSteps
 from shardwise.engine.collective_log import CollectiveLog, SyncPoint
 from shardwise.engine.in_flight import Flight, InFlight
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.reduce_slots import ReduceSlots
 from shardwise.engine.units.arena import Arena, Slot
-from shardwise.engine.units.gradients import MEAN, Fate, Key, Reducing
-from shardwise.engine.units.group import Group
+from shardwise.engine.units.gradients import GradientStatus, Key
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.policy.strategy import Strategy
+from shardwise.registry import registered
 from shardwise.sharded.in_backward import hooks_run
+
+SEAM = "reducer"
+"""Functions that are asked first for the class of a model's `Reducer`: (mesh, strategy) -> type[Reducer] | None."""
+
+
+def reducer_for(mesh: Mesh, strategy: Strategy) -> type[Reducer]:
+    """Return the class whose object reduces the gradients of a model."""
+    found: list[type[Reducer]] = [kind for choose in registered(SEAM) if (kind := choose(mesh, strategy)) is not None]
+    return found[0] if found else Reducer
+
+
+class ReductionObserver(Protocol):
+    """What a module outside the core does in the course of a backward's reductions, alike on every rank."""
+
+    def begin_reduction(self, unit: Unit) -> None:
+        """Called before a reduction of the unit begins."""
+
+    def end_autograd(self) -> None:
+        """Called when autograd is done, before ranks agree on the status of all gradients."""
+
+    def wrote_grads(self, unit: Unit, statuses: Sequence[int]) -> None:
+        """Called when the unit's gradients are in `.grad`, with the status of each, in the order of its keys."""
+
+    def end_backward(self) -> None:
+        """Called when all gradients are in `.grad`."""
+
+    def abandon(self, units: Sequence[Unit]) -> None:
+        """Called after a backward that raised, when all its reductions are over."""
 
 
 class Reducer:
     """Reduce slots and reductions of one engine. Everything here happens in graph order, alike on every rank."""
 
-    def __init__(self, mesh: Mesh, log: CollectiveLog, keeps_full: bool) -> None:
-        """`keeps_full`: every unit has a full-size gradient buffer of its own (ZeRO-1)."""
-        self._mesh = mesh
-        self._log = log
+    def __init__(self, mesh: Mesh, log: CollectiveLog) -> None:
+        self.mesh = mesh
+        self.log = log
         # In a shard group of one rank nothing is scattered: replicas reduce the slots themselves.
-        self._collectives = mesh.replicate if mesh.shard.world_size == 1 else mesh.shard
+        self.collectives = mesh.replicate if mesh.shard.world_size == 1 else mesh.shard
         self._additions: dict[float, ScaledAddition] = {}
         """By the divisor of the sum."""
-        self.slots = ReduceSlots(mesh, self._collectives, keeps_full)
+        self.slots = ReduceSlots(self.collectives)
         self.in_flight = InFlight()
-        self.steps = BackwardSteps(log)
+        self.observers: list[ReductionObserver] = []
 
     @property
     def scratch_bytes(self) -> int:
@@ -67,30 +94,31 @@ class Reducer:
 
     def allocate(self, units: Sequence[Unit], nesting: int) -> None:
         """Allocate what the reductions of currently trainable parameters need. Every rank must call this."""
+        custom = [unit.gradients.custom for unit in units if unit.gradients.custom is not None]
+        for reduction in custom:
+            reduction.check_none_waits()
         self.slots.allocate(units, nesting)
         for unit in units:
-            self.reduce_as(unit, unit.gradients.reducing)
+            unit.gradients.scaled = self.addition(float(self.mesh.world_size))
+        for reduction in custom:
+            reduction.allocate(self)
 
-    def reduce_as(self, unit: Unit, reducing: Reducing) -> None:
-        """Set what reductions make of the unit's gradients from now on. Every rank must do so alike, outside backward.
-
-        Raises UsageError if optimizers step in backward and the unit's gradients would wait for a later backward.
-        """
-        if self.steps.are_taken and not (reducing.now and reducing.over_replicas):
-            self.steps.refuse("sw.no_sync", "each backward takes a step, so gradients of several are never added")
-        divisor = reducing.divisor or float(self._mesh.world_size)
-        addition = BatchedAddition if self._collectives.on_streams else ScaledAddition
-        self._additions.setdefault(divisor, addition(1.0 / divisor))
-        unit.gradients.reduce_as(reducing, self._additions[divisor])
+    def addition(self, divisor: float) -> ScaledAddition:
+        """Return what adds gradients to those in a slot, each divided by `divisor`."""
+        if divisor not in self._additions:
+            kind = BatchedAddition if self.collectives.on_streams else ScaledAddition
+            self._additions[divisor] = kind(1.0 / divisor)
+        return self._additions[divisor]
 
     def open(self, unit: Unit) -> None:
         """Give the unit a slot for its gradients. Called in graph order, never because a gradient arrived: all ranks
         take slots in the same order, whichever gradients they have."""
         gradients = unit.gradients
         if gradients.slot is None and gradients.reduce_bytes:
-            if gradients.own_slot is None and not gradients.reducing.now:
-                self.slots.give_own(unit)
-            gradients.open(self._claim(gradients.own_slot or self._free_slot(self.slots.shared, unit), unit))
+            if gradients.custom is not None:
+                gradients.custom.open()
+            own = self.slots.own.get(unit)
+            gradients.open(self.claim(own or self.free_slot(self.slots.shared, unit), unit))
 
     def add(self, unit: Unit, key: Key, grad: Tensor) -> None:
         """Collect one of this rank's gradients."""
@@ -101,57 +129,65 @@ class Reducer:
                 "Use torch.autograd.grad over sw.unsharded(model) for second derivatives"
             )
         unit.gradients.add(key, grad)
-        self._collectives.advance()
+        self.collectives.advance()
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        """Begin a backward. No communication."""
+        for unit in units:
+            if unit.gradients.custom is not None:
+                unit.gradients.custom.begin_backward()
 
     def reduce(self, unit: Unit) -> None:
         """Start to reduce the unit's slot, if it has one; missing gradients count as zeros. The reduction is waited for
-        when the slot is needed again or backward ends. `no_sync` leaves everything in the slot."""
+        when the slot is needed again or backward ends. If it is not due, everything stays in the slot."""
         gradients = unit.gradients
         gradients.scaled.flush()
-        if gradients.slot is not None and gradients.reducing.now:
-            if self.steps.are_taken:
-                self.in_flight.sum_all()
-                self.steps.take_early()
-                self.steps.note(unit)
+        if gradients.slot is not None and (gradients.custom is None or gradients.custom.is_due):
+            for observer in self.observers:
+                observer.begin_reduction(unit)
             self._start(unit, gradients.complete())
 
     def finish(self, units: Sequence[Unit]) -> None:
-        """End a backward: agree on the fate of each gradient, reduce late ones and hand out the sums.
+        """End a backward: agree on the status of each gradient, reduce late ones and write the sums to `.grad`.
 
         Ranks must agree even if this one used every parameter: another may not have, and no rank knows of the others.
         """
         self._flush()
-        reduced = [unit for unit in units if unit.gradients.reducing.now and unit.gradients.keys]
+        reduced = []
         for unit in units:
-            if not unit.gradients.reducing.now:
-                unit.gradients.show_waiting()
-        if not reduced:
-            if not all(unit.keeps_params for unit in units):
-                # Else nothing was issued, and ranks may run different numbers of such backwards.
-                self._log.agree(SyncPoint.BACKWARD_END)
-            return
-        self._finish_reduced(reduced)
+            custom = unit.gradients.custom
+            if custom is not None and not custom.is_due:
+                custom.end_backward()
+            elif unit.gradients.keys:
+                reduced.append(unit)
+        if reduced:
+            self._finish_reduced(reduced)
+        elif any(unit.reshards_after_forward for unit in units):
+            # Else nothing was issued, and ranks may run different numbers of such backwards.
+            self.log.agree(SyncPoint.BACKWARD_END)
 
     def _finish_reduced(self, units: Sequence[Unit]) -> None:
-        self.steps.close()
-        own = b"".join(unit.gradients.fates() for unit in units)
-        agreed = iter(self._log.agree(SyncPoint.BACKWARD_END, own))
+        for observer in self.observers:
+            observer.end_autograd()
+        own = b"".join(unit.gradients.statuses() for unit in units)
+        agreed = iter(self.log.agree(SyncPoint.BACKWARD_END, own))
         of_units = [list(islice(agreed, len(unit.gradients.keys))) for unit in units]
-        for unit, fates in zip(units, of_units, strict=True):
-            if Fate.WAITS in fates:  # on any rank, so all of them reduce, in unit order
+        for unit, statuses in zip(units, of_units, strict=True):
+            if GradientStatus.WAITS in statuses:  # on any rank, so all of them reduce, in unit order
                 self.open(unit)
                 self.reduce(unit)
             else:
                 unit.gradients.close()
         self.in_flight.finish_all()
         with hooks_run():
-            for unit, fates in zip(units, of_units, strict=True):
-                if unit.gradients.apart is not None and unit.gradients.apart.is_waiting:
-                    unit.gradients.keep_apart(fates)
-                else:
-                    unit.gradients.hand_out(fates)
-                    self.steps.step(unit, fates)
-        self.steps.end()
+            for unit, statuses in zip(units, of_units, strict=True):
+                if unit.gradients.custom is not None and unit.gradients.custom.keep(statuses):
+                    continue
+                unit.gradients.write_grads(statuses)
+                for observer in self.observers:
+                    observer.wrote_grads(unit, statuses)
+        for observer in self.observers:
+            observer.end_backward()
 
     def abandon(self, units: Sequence[Unit]) -> None:
         """After a backward that raised, finish the reductions that peers may be waiting for and forget the rest."""
@@ -161,7 +197,8 @@ class Reducer:
             unit.gradients.abandon()
         for slot in self.slots.all:
             slot.free()
-        self.steps.abandon(units)
+        for observer in self.observers:
+            observer.abandon(units)
 
     def _flush(self) -> None:
         for scaled in self._additions.values():
@@ -169,13 +206,15 @@ class Reducer:
 
     # Slots ------------------------------------------------------------------------------------------------------
 
-    def _claim(self, slot: Slot[Unit], unit: Unit) -> Slot[Unit]:
-        if slot.holder is not None:  # the unit's own slot, still used by its last reduction
+    def claim(self, slot: Slot[Unit], unit: Unit) -> Slot[Unit]:
+        """Give the slot to the unit. A reduction of the unit that still uses it is finished first."""
+        if slot.holder is not None:
             self.in_flight.finish_in(slot)
         slot.take(unit)
         return slot
 
-    def _free_slot(self, arena: Arena[Unit] | None, unit: Unit) -> Slot[Unit]:
+    def free_slot(self, arena: Arena[Unit] | None, unit: Unit) -> Slot[Unit]:
+        """Return a free slot of the arena that the unit may hold."""
         assert arena is not None
         choices = arena.choices(unit)
         while True:
@@ -192,32 +231,32 @@ class Reducer:
     # Reductions -------------------------------------------------------------------------------------------------
 
     def _start(self, unit: Unit, slot: Slot[Unit]) -> None:
-        """Start to sum in the shard group and, after that, over replicas. Waits for neither."""
+        """Start to sum the unit's slot over all ranks. Waits for none."""
         assert slot.holder is unit, f"{unit} reduces a slot that is not its own"
-        groups = [group for group in unit.groups if group.trainable]
-        shard, replicate = self._mesh.shard, self._mesh.replicate
-        label = self._log.reduce_label(unit.index)
-        if self._mesh.world_size > 1:
-            self._log.note(label)
-        if unit.gradients.reducing is not MEAN and lies_apart(unit, self._mesh):
-            start_apart(unit, slot, label, self._mesh, self.in_flight)
-            return
-        scattered: Work = FINISHED
-        if shard.world_size > 1 or replicate.world_size == 1:
-            sums = None if self.slots.slices is None else self._claim(self._free_slot(self.slots.slices, unit), unit)
-            if sums is None:
-                self.in_flight.make_room(unit)
-            reductions = tuple(self._reduction(unit, group, slot, sums) for group in groups)
-            scattered = shard.reduce_scatter(slot.buffer, reductions, label)
-            self.in_flight.append(Flight(unit, slot, [scattered]))
-            slot = sums or slot
-        if replicate.world_size > 1:
-            slices = [group.slice_in(slot) for group in groups]
-            works = [replicate.all_reduce(own, after=scattered, label=label) for own in slices]
-            self.in_flight.append(Flight(unit, slot, works, slices))
+        label = self.log.reduce_label(unit.index)
+        if self.mesh.world_size > 1:
+            self.log.note(label)
+        custom = unit.gradients.custom
+        if custom is None or not custom.start(slot, label):
+            self.sum(unit, slot, label)
 
-    def _reduction(self, unit: Unit, group: Group, slot: Slot[Unit], sums: Slot[Unit] | None) -> Reduction:
-        if sums is not None:
-            return Reduction(group.flat_gradients(slot), group.slice_in(sums), accumulate=False)
-        scale = unit.gradients.scaled.scale_of_sum(group.dtypes.reduce)
-        return Reduction(group.flat_gradients(slot), *group.gradients.prepare_sum(), scale=scale)
+    def sum(self, unit: Unit, slot: Slot[Unit], label: int) -> None:
+        """Start to sum the slot into the shard's gradient."""
+        groups = [group for group in unit.groups if group.trainable]
+        if self.mesh.replicate.world_size == 1:
+            self.in_flight.make_room(unit)
+            scaled = unit.gradients.scaled
+            reductions = tuple(
+                Reduction(
+                    group.flat_gradients(slot),
+                    *group.gradients.prepare_sum(),
+                    scale=scaled.scale_of_sum(group.dtypes.reduce),
+                )
+                for group in groups
+            )
+            work = self.mesh.shard.reduce_scatter(slot.buffer, reductions, label)
+            self.in_flight.append(Flight(unit, slot, [work]))
+        else:  # nothing is sharded: the slot itself is summed over the replicas
+            slices = [group.slice_in(slot) for group in groups]
+            works = [self.mesh.replicate.all_reduce(own, label=label) for own in slices]
+            self.in_flight.append(Flight(unit, slot, works, slices))

@@ -28,8 +28,6 @@ from shardwise.registry import registered
 _NOT_PREFETCHED = 2
 """Slots left to the unit that computes and to the one before it, whose kernels may still be reading. Prefetching looks
 so many events further, since as many of the nearest may be of units that are unsharded already."""
-_READ_AHEAD = 6
-"""Number of upcoming events whose shards are loaded ahead from a medium."""
 
 
 SEAM = "unsharder"
@@ -50,8 +48,6 @@ class Unsharder:
         self._log = log
         self._schedule = schedule
         self._slots = slots
-        self._ahead = 0
-        """Number of events to read ahead for; 0 if all shards are resident."""
         self._arena: Arena[Unit] | None = None
         self.slots: dict[int, Slot[Unit]] = {}
         """Every slot by the identity of its storage, those that are shards themselves included."""
@@ -69,11 +65,10 @@ class Unsharder:
         """Allocate every slot, once. Every rank must call this."""
         if self._arena is not None:
             return
-        moving = [unit for unit in units if not unit.keeps_params]
-        kept = [unit for unit in units if unit.keeps_params and not unit.parameters.is_pinned]
+        moving = [unit for unit in units if unit.reshards_after_forward]
+        kept = [unit for unit in units if not (unit.reshards_after_forward or unit.parameters.is_pinned)]
         classes = [*size_classes(sizes(moving), lambda _: self._slots), *size_classes(sizes(kept), len)]
         self._arena = Arena(self._mesh.shard, BufferKind.GATHER, classes)
-        self._ahead = _READ_AHEAD if not all(group.is_resident for unit in units for group in unit.groups) else 0
         pinned = [unit.parameters.pin(self._mesh.shard, unit) for unit in units if unit.parameters.is_pinned]
         for slot in (*self.all_slots, *pinned):
             self.slots[slot.key] = slot
@@ -128,18 +123,10 @@ class Unsharder:
             if parameters.state is ParameterState.UNSHARDING:
                 wanted, last = wanted - 1, unit
 
-    def read_ahead(self, units: Sequence[Unit]) -> None:
-        """Begin to load the shards that are gathered next from their medium, as far as there are free buffers."""
-        if not self._ahead:
-            return
-        for event in self._schedule.nearest(self._ahead):
-            if units[event.unit].parameters.state is ParameterState.SHARDED:
-                units[event.unit].parameters.read_ahead()
-
     def _start(self, unit: Unit, slot: Slot[Unit]) -> None:
         # Load first: a disk may fail, and must do so before anything is issued or taken.
         slices = self._slices_for(unit, slot)
-        held = slices.load() if self._ahead else ()
+        held = slices.load()
         label = self._log.gather_label(unit.index)
         if slot.collectives.world_size > 1:
             self._log.note(label)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise import accelerators, device_tools
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.custom_reduction import partial_bytes
 from shardwise.engine.extensions.offloaded import gradient_stores, shard_stores
 from shardwise.engine.extensions.secondary_shards import secondary_pieces
 from shardwise.engine.lookup import require_engine
@@ -101,7 +102,6 @@ def _known(engine: Engine, model: nn.Module, state_bytes: int) -> dict[str, int]
     groups = [group for unit in engine.units for group in unit.groups]
     whole = [p for p in model.parameters() if not isinstance(p, ShardedParameter) and outer_face(p) is None]
     whole_gradients = [parameter.grad for parameter in whole if parameter.grad is not None]
-    aparts = [unit.gradients.apart for unit in engine.units]
     return {
         "param_shards": sum(unit.parameters.shard_bytes for unit in engine.units)
         + sum(piece.nbytes for pieces in secondary_pieces(engine).values() for piece in pieces)
@@ -109,7 +109,7 @@ def _known(engine: Engine, model: nn.Module, state_bytes: int) -> dict[str, int]
         "gathered_slots": sum(slot.buffer.bytes.numel() for slot in engine.unsharder.all_slots),
         "grad_shards": _held_bytes(group.gradients.flat for group in groups if group.gradients.flat is not None)
         + sum(store.ring_bytes for store in gradient_stores(engine)),
-        "reduce_slots": engine.reducer.slots.total_bytes + sum(a.nbytes for a in aparts if a is not None),
+        "reduce_slots": engine.reducer.slots.total_bytes + sum(map(partial_bytes, engine.units)),
         "optimizer": state_bytes,
         "buffers": _held_bytes(model.buffers()),
         "temporaries": engine.reducer.scratch_bytes

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.engine.engine import Backward, Engine
+from shardwise.engine.extensions.custom_reduction import change_settings, settings_of
 from shardwise.engine.lookup import engines_of, units_at
-from shardwise.engine.units.gradients import Reducing
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 
@@ -41,19 +39,19 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def synced(model: nn.Module, wanted: bool = True) -> Iterator[None]:
     """Reduce gradients in backwards inside the context, or do not, whatever is set outside; also inside `no_sync`."""
-    before = [(engine, unit, unit.gradients.reducing.now) for engine, unit in _units(model, True)]
+    before = [(engine, unit, settings_of(unit).now) for engine, unit in _units(model, True)]
     try:
         sync_gradients(model, wanted)  # may raise halfway
         yield
     finally:
         for engine, unit, now in before:
-            _change(engine, unit, now=now)
+            change_settings(engine, unit, now=now)
 
 
 def sync_gradients(module: nn.Module, wanted: bool, recurse: bool = True) -> None:
     """Set whether backwards reduce these units' gradients from now on, or accumulate them as in `no_sync`."""
     for engine, unit in _units(module, recurse):
-        _change(engine, unit, now=wanted)
+        change_settings(engine, unit, now=wanted)
 
 
 def sync_replicas(module: nn.Module, wanted: bool, recurse: bool = True) -> None:
@@ -65,9 +63,9 @@ def sync_replicas(module: nn.Module, wanted: bool, recurse: bool = True) -> None
     """
     for engine, unit in _units(module, recurse):
         if engine.mesh.shard.world_size == 1:
-            _change(engine, unit, now=wanted)
+            change_settings(engine, unit, now=wanted)
         elif engine.mesh.replicate.world_size > 1:
-            _change(engine, unit, over_replicas=wanted)
+            change_settings(engine, unit, over_replicas=wanted)
 
 
 def reduce_waiting(module: nn.Module) -> None:
@@ -103,7 +101,7 @@ def divide_gradients(module: nn.Module, by: float | None, recurse: bool = True) 
     if by is not None and by <= 0:
         raise UsageError(f"divide_gradients(by={by!r}): must be a positive number, or None for the number of ranks")
     for engine, unit in _units(module, recurse):
-        _change(engine, unit, divisor=by)
+        change_settings(engine, unit, divisor=by)
 
 
 def hook_gradients(module: nn.Module, hook: Callable[[Tensor], None] | None, recurse: bool = True) -> None:
@@ -114,7 +112,7 @@ def hook_gradients(module: nn.Module, hook: Callable[[Tensor], None] | None, rec
     hook. Without replicas this costs memory for one slice of each unit.
     """
     for engine, unit in _units(module, recurse):
-        _change(engine, unit, hook=hook)
+        change_settings(engine, unit, hook=hook)
 
 
 def _units(module: nn.Module, recurse: bool) -> Sequence[tuple[Engine, Unit]]:
@@ -126,8 +124,3 @@ def _units(module: nn.Module, recurse: bool) -> Sequence[tuple[Engine, Unit]]:
             )
         found += [(engine, unit) for unit in units_at(engine, module, recurse)]
     return found
-
-
-def _change(engine: Engine, unit: Unit, **changes: Any) -> None:
-    reducing: Reducing = replace(unit.gradients.reducing, **changes)
-    engine.reducer.reduce_as(unit, reducing)

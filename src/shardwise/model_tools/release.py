@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.custom_reduction import forget_dropped
 from shardwise.engine.extensions.offloaded import gradient_stores, shard_stores
 from shardwise.engine.lookup import engines_of, units_at
 from shardwise.engine.setup.module_methods import give_up_interrupted
@@ -30,7 +31,7 @@ def release(model: nn.Module) -> None:
     """
     engines = _between_steps(model, "sw.release")
     for unit in (unit for engine in engines for unit in engine.units):
-        if unit.gradients.forget_dropped():
+        if forget_dropped(unit):
             raise UsageError(
                 f"sw.release while gradients of {unit} from a backward inside sw.no_sync wait to be "
                 "reduced: run a backward outside sw.no_sync first, or drop them with zero_grad()"
@@ -60,7 +61,7 @@ def reshard_after_forward(module: nn.Module, wanted: bool, recurse: bool = True)
         engine.reshard_all()
         engine.unsharder.release(engine.units)
         for unit in units_at(engine, module, recurse):
-            unit.keep_after_forward(not wanted)
+            unit.set_resharding(wanted)
         with torch.inference_mode(False), torch.no_grad():
             engine.unsharder.allocate(engine.units)
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from shardwise.engine.backward_steps import BackwardSteps
-from shardwise.engine.lookup import steps_in_backward
+from shardwise.engine.extensions.backward_steps import BackwardSteps, steps_in_backward
 from shardwise.errors import UsageError
 from shardwise.sharded.at_rest import pieces_of
 from shardwise.sharded.norms import global_norms

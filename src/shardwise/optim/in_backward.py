@@ -11,6 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.backward_steps import attach as attach_steps
+from shardwise.engine.extensions.backward_steps import serves
+from shardwise.engine.extensions.custom_reduction import settings_of
 from shardwise.engine.extensions.offloaded import OffloadedGradient, stores_of_gradients
 from shardwise.engine.lookup import engines_below
 from shardwise.engine.setup.torch_patches import updates_nothing, with_state
@@ -54,7 +57,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
     engines = engines_below(model)
     for engine in engines:
         engine.clear_up()
-    if any(engine.reducer.steps.serves(optimizer) for engine in engines):
+    if any(serves(engine, optimizer) for engine in engines):
         raise UsageError(
             f"sw.optimizer_in_backward was already called for this {type(optimizer).__name__}: call it once"
         )
@@ -65,7 +68,8 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
         )
     _check_parameters(engines, optimizer)
     for unit in (unit for engine in engines for unit in engine.units):
-        if not (unit.gradients.reducing.now and unit.gradients.reducing.over_replicas):
+        settings = settings_of(unit)
+        if not (settings.now and settings.over_replicas):
             raise UsageError(
                 f"sw.optimizer_in_backward takes a step in each backward, but gradients of {unit} are not "
                 "reduced in each backward: turn that on first (sync_gradients, sync_replicas)"
@@ -76,7 +80,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
             for group in unit.groups:
                 group.gradients.release()
         clips = None if clip is None else partial(clip_parameters, max_norm=float(clip))
-        engine.reducer.steps.add(optimizer, clips)
+        attach_steps(engine).add(optimizer, clips)
     if _keep_here(unit for unit in by_owner(optimizer) if isinstance(unit, Unit)) and engines[0].is_rank0:
         warnings.warn(
             "shardwise: Offload(gradients='cpu') has no effect with sw.optimizer_in_backward, which frees each "
@@ -123,7 +127,7 @@ def _nothing_left(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     """Step pre-hook: let `optimizer.step()` run on a view without parameters, because backward has taken the step."""
     for unit in by_owner(optimizer):
         engine = getattr(unit, "listener", None)
-        if not isinstance(engine, Engine) or not engine.reducer.steps.serves(optimizer):
+        if not isinstance(engine, Engine) or not serves(engine, optimizer):
             raise UsageError(
                 "the model was sharded again, as a part of another one, after sw.optimizer_in_backward, so its "
                 "backward takes no steps: call sw.optimizer_in_backward after the last sw.shard"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.engine.backward_steps import BackwardSteps
-from shardwise.engine.lookup import steps_in_backward
+from shardwise.engine.extensions.backward_steps import BackwardSteps, steps_in_backward
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -169,7 +169,7 @@ AT = [
     (UnitParameters, "reshard"),
     (UnitGradients, "open"),
     (UnitGradients, "complete"),
-    (UnitGradients, "hand_out"),
+    (UnitGradients, "write_grads"),
     (Reducer, "_start"),
     (Reducer, "finish"),
     (Group, "show_leaves"),

@@ -270,7 +270,8 @@ def test_outside_a_forward_it_stays_an_error_that_names_the_way_out() -> None:
         with pytest.raises(UsageError, match=r"'leave.weight' is not possible.*sw\.unshard\(module\)"):
             F.linear(hidden, model.leave.weight)
         model(batch(0))
-    assert all(u.keeps_params or u.parameters.state is not ParameterState.IN_USE for u in model._shardwise_engine.units)
+    resharded = [unit for unit in model._shardwise_engine.units if unit.reshards_after_forward]
+    assert all(unit.parameters.state is not ParameterState.IN_USE for unit in resharded)
 
 
 def chunked_loss(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:

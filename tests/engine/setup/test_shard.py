@@ -293,7 +293,7 @@ def test_adopted_units_train_with_what_they_were_sharded_with(options: dict[str,
     ours, expected = require_engine(model), require_engine(whole)
     assert ours.mesh.spans == expected.mesh.spans
     assert ours.mesh.secondary_size == expected.mesh.secondary_size
-    assert [unit.keeps_params for unit in ours.units] == [unit.keeps_params for unit in expected.units]
+    assert [u.reshards_after_forward for u in ours.units] == [u.reshards_after_forward for u in expected.units]
     assert ours.resharding == expected.resharding
     assert ours.precision == expected.precision
     for step in range(2):

@@ -53,7 +53,7 @@ class ManualUnshard:
         for unit in units:
             if unit.calls.in_forward:
                 continue
-            if not unit.calls.is_held and not unit.keeps_params:
+            if not unit.calls.is_held and unit.reshards_after_forward:
                 unsharder.reshard(unit)  # out of a shared slot, from which it could be evicted
                 self._give_slot(unit)
             unit.calls.hold(True)

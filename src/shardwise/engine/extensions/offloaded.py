@@ -18,6 +18,7 @@ from shardwise.engine.extensions.few_bits import BlockGroup
 from shardwise.engine.in_flight import InFlight
 from shardwise.engine.units.gradient_shard import GradientShard
 from shardwise.engine.units.group import Group, MakeGradients, Original, Versioned
+from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Unit
 from shardwise.modules.site import Values
 from shardwise.offload.host_step import HostStep
@@ -268,6 +269,29 @@ class RingInFlight(InFlight):
                 break
             wanted -= _slices(flight.unit)
             self.sum(flight)
+
+
+_READ_AHEAD = 6
+"""Number of upcoming events whose shards are loaded ahead."""
+
+
+def _read_ahead(engine: Engine) -> None:
+    """Begin to load the shards that are gathered next, as far as there are free buffers."""
+    for event in engine.schedule.nearest(_READ_AHEAD):
+        unit = engine.units[event.unit]
+        if unit.parameters.state is ParameterState.SHARDED:
+            for group in unit.groups:
+                if isinstance(group, OffloadedGroup):
+                    group.read_ahead()
+
+
+def attach_offload(engine: Engine) -> None:
+    """Called with each engine that has its units."""
+    groups = [group for unit in engine.units for group in unit.groups]
+    if not all(group.is_resident for group in groups):
+        engine.hooks.prefetched.append(partial(_read_ahead, engine))
+    if any(isinstance(group.gradients, OffloadedGradient) for group in groups):
+        engine.reducer.in_flight = RingInFlight()
 
 
 def _slices(unit: Unit) -> int:

@@ -41,7 +41,7 @@ class SecondaryUnsharder(Unsharder):
         if self._smaller is not None:
             return
         super().allocate(units)
-        again = [unit for unit in units if not unit.keeps_params and unit.settings.resharding is not True]
+        again = [unit for unit in units if unit.reshards_after_forward and unit.settings.resharding is not True]
         classes = size_classes(sizes(again), lambda _: self._slots)
         self._smaller = Arena(self._over, BufferKind.GATHER, classes)
         self.slots.update((slot.key, slot) for slot in self._smaller.slots)

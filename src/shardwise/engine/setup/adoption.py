@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.custom_reduction import forget_dropped
 from shardwise.engine.lookup import take_engine
 from shardwise.engine.mesh import Mesh, spans_of
 from shardwise.engine.setup.copying import refuse_to_copy
@@ -122,7 +123,7 @@ def clear_up(engines: Iterable[Engine]) -> None:
     for engine in engines:
         engine.clear_up()
     for unit in (unit for engine in engines for unit in engine.units):
-        if unit.gradients.forget_dropped():
+        if forget_dropped(unit):
             raise UsageError(
                 f"sw.shard while gradients below, of {unit}, from a backward inside sw.no_sync wait to be "
                 "reduced: run a backward outside sw.no_sync first, or drop them with zero_grad()"

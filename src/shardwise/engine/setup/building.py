@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.all_gather import ExtendedGroup
 from shardwise.engine.extensions.few_bits import BlockDtypes, BlockGroup
-from shardwise.engine.extensions.offloaded import OffloadedGradient, RingInFlight, gradients_in, offloaded
+from shardwise.engine.extensions.offloaded import OffloadedGradient, gradients_in, offloaded
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.setup.agreement import agree_on_init, agree_on_layout, agree_on_values
 from shardwise.engine.setup.cores import share_cores
@@ -87,8 +87,6 @@ def build_units(
 def _attach(stores: Stores, units: Sequence[Unit], engine: Engine) -> None:
     for unit in units:
         attach(unit, stores)
-    if stores.gradients is not None:
-        engine.reducer.in_flight = RingInFlight()
     if stores.host_step is not None:
         share_cores(engine.mesh)
 

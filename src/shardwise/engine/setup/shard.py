@@ -122,7 +122,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     _check_kept(tree, plans, precision)
     if not below:
         _check_frozen(tree, plans, precision)
-    if resharding is not False or any(not unit.keeps_params for unit in old):
+    if resharding is not False or any(unit.reshards_after_forward for unit in old):
         _check_nesting(tree, slots, [*(plan.module for plan in plans), *(m for unit in old for m in unit.modules)])
     settled = {module for fqn in below for module in tree.get_submodule(fqn).modules()}
     groups = common_mesh(below.values(), resharding) or build_mesh(strategy, mesh, _group_size(resharding), None)

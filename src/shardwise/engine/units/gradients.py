@@ -8,7 +8,7 @@ memory of its own and joins the next slot that the unit has. What holds:
 - the places of other keys hold leftovers of another unit until `complete` zeroes them;
 - `complete` takes the slot off the unit in the same move, so nothing is added to a slot that is being reduced;
 - `late` is empty while the unit has a slot: late gradients are added first, before those that come later;
-- every gradient is known to `fates` until it is handed out or forgotten.
+- every gradient is known to `statuses` until it is written to `.grad` or forgotten.
 """
 
 from __future__ import annotations
@@ -16,24 +16,20 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.summation import ScaledAddition
-from shardwise.engine.units.apart import Apart
 from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.group import Group
-from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.waiting import WaitingGradient
 
 Key = tuple[int, int]
 """(group, parameter) of a unit."""
 
 
-class Fate(enum.IntEnum):
+class GradientStatus(enum.IntEnum):
     """What became of a parameter's gradient in a backward. Ranks agree on the greatest."""
 
     UNUSED = 0
@@ -42,21 +38,45 @@ class Fate(enum.IntEnum):
     """It arrived and is not reduced yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reducing:
-    """What reductions make of a unit's gradients. Alike on every rank; changed outside backwards only."""
+class CustomReduction(Protocol):
+    """What a module outside the core makes of one unit's reductions, alike on every rank."""
 
-    now: bool = True
-    """Whether they are reduced in their own backward; else they wait, unreduced, for a later one that reduces them."""
-    over_replicas: bool = True
-    """Whether they are summed over replicas; else they wait, summed in the shard group, for a later backward."""
-    divisor: float | None = None
-    """What the sum is divided by; None: the number of ranks."""
-    hook: Callable[[Tensor], None] | None = None
-    """Called with this rank's slice of each reduction's result, which it may change."""
+    @property
+    def is_due(self) -> bool:
+        """Whether backwards reduce the unit; else its gradients stay in its slot."""
 
+    def check_none_waits(self) -> None:
+        """Called before slots are laid out anew. Raises UsageError if gradients wait in them."""
 
-MEAN = Reducing()
+    def allocate(self, reducer: Any) -> None:
+        """Called when the reducer of the unit's engine has its slots, and `UnitGradients.scaled` is the mean's."""
+
+    def about_to_step(self) -> None:
+        """Called before an optimizer updates the unit. Raises UsageError if gradients wait to be reduced."""
+
+    def begin_backward(self) -> None:
+        """Called when a backward begins. No communication."""
+
+    def open(self) -> None:
+        """Called before a slot is chosen for the unit's gradients."""
+
+    def start(self, slot: Slot[Any], label: int) -> bool:
+        """Start to reduce a slot. Returns False, and does nothing, if it is to be reduced as other units' are."""
+
+    def settle(self, summed: Tensor, total: Tensor, accumulate: bool) -> None:
+        """Add this rank's slice of a sum to the shard's gradient, or overwrite that."""
+
+    def statuses(self) -> bytes:
+        """Return the status of each parameter's gradient on this rank."""
+
+    def keep(self, statuses: Sequence[int]) -> bool:
+        """Keep what was reduced, because its sums are not complete. Returns False, and does nothing, if they are."""
+
+    def end_backward(self) -> None:
+        """Called when a backward ends that does not reduce the unit. No communication."""
+
+    def abandon(self) -> None:
+        """Forget all gradients, after a backward that raised or when slots are freed."""
 
 
 class UnitGradients:
@@ -67,20 +87,17 @@ class UnitGradients:
         self.keys: list[Key] = [(g, i) for g, group in enumerate(groups) for i in range(len(group.fqns))]
         self.slot: Slot[Any] | None = None
         """The reduce slot that gradients are collected in now."""
-        self.own_slot: Slot[Any] | None = None
-        """A reduce slot of this unit alone, for strategies that keep full-size gradients and for `no_sync`."""
+        self.custom: CustomReduction | None = None
+        """What else its reductions do; None for a mean over all ranks in each backward."""
         self.reduce_bytes = 0
         """Bytes that the gradients take in a reduce slot, in the reduce dtype."""
-        self.reducing = MEAN
         self.scaled: ScaledAddition
         """Adds gradients to those in a slot. Set before the first one arrives."""
-        self.apart: Apart | None = None
-        """Memory for this rank's slices of sums that wait for the replicas, or for a user's hook."""
         self._written: set[Key] = set()
         self._late: dict[Key, Tensor] = {}
         """Gradients that arrived while there was no slot; cast and scaled as in a slot."""
         self._used: defaultdict[Key, int] = defaultdict(int)
-        """How many gradients of each parameter arrived since they were last handed out or kept apart."""
+        """How many gradients of each parameter arrived since they were last written to `.grad`, or kept."""
         self._views: dict[int, list[list[Tensor]]] = {}
         """By `id` of a slot: views of the places of gradients in it, by group."""
         self._open_views: list[list[Tensor]] = []
@@ -97,36 +114,8 @@ class UnitGradients:
         self.reduce_bytes = 0
         for group in self.groups:
             self.reduce_bytes = group.place_gradients(self.reduce_bytes)
-        self.apart = None
         self._views.clear()
         self._open_views = []
-
-    def forget_dropped(self) -> bool:
-        """Forget gradients of a `no_sync` backward that users have dropped. Returns whether others still wait."""
-        if not (self._written or self._late or self.apart):  # asked for every unit in every step
-            return False
-        self.forget([key for key in self.keys if WaitingGradient.was_dropped(self._face(key))])
-        return bool(self._waiting)
-
-    @property
-    def _waiting(self) -> set[Key]:
-        apart = self.apart.keys if self.apart is not None else ()
-        return {*self._written, *self._late, *apart}
-
-    def _face(self, key: Key) -> ShardedParameter:
-        return self.groups[key[0]].sharded[key[1]]
-
-    def show_waiting(self) -> None:
-        """At the end of a backward inside `no_sync`, show placeholders in `.grad` for what waits. No communication."""
-        for key in self._waiting:
-            WaitingGradient.show(self._face(key))
-
-    def hide_waiting(self) -> None:
-        """When a backward begins, have `.grad` hold what was reduced before again, so that the next sum is added to it.
-        No communication."""
-        if self.forget_dropped():
-            for key in self.keys:
-                WaitingGradient.hide(self._face(key))
 
     # Collecting -------------------------------------------------------------------------------------------------------
 
@@ -145,24 +134,13 @@ class UnitGradients:
             self.slot.free()
             self.slot = None
 
-    def keep(self, slot: Slot[Any] | None) -> None:
-        """Set the reduce slot of this unit alone; None: it has none any more."""
-        self.own_slot = slot
-
     def forget_slots(self) -> None:
-        """Drop all reduce slots, and what lies in them or apart."""
-        self.slot = self.own_slot = self.apart = None
+        """Drop all reduce slots, and what lies in them."""
+        self.slot = None
         self._views.clear()
         self._open_views = []
-
-    def reduce_as(self, reducing: Reducing, scaled: ScaledAddition) -> None:
-        """Set what reductions make of gradients, and what adds these, from now on. No communication."""
-        self.reducing, self.scaled = reducing, scaled
-
-    def collect_apart(self) -> Apart:
-        """Return `apart`, allocated if there is none."""
-        self.apart = self.apart or Apart(self.groups)
-        return self.apart
+        if self.custom is not None:
+            self.custom.abandon()
 
     def add(self, key: Key, grad: Tensor) -> None:
         """Add `grad`, cast, to its place in the slot, or to memory of its own if there is no slot; the first one
@@ -219,58 +197,66 @@ class UnitGradients:
             self._views[id(slot)] = views
         return views
 
-    # Handing out ------------------------------------------------------------------------------------------------------
+    # Writing ----------------------------------------------------------------------------------------------------------
 
-    def fates(self) -> bytes:
-        """Return the `Fate` of each parameter's gradient on this rank, one byte each, in the order of `keys`."""
-        if self._written or self._late or self.apart is not None:
-            return bytes(map(self._fate, self.keys))
+    @property
+    def unreduced(self) -> set[Key]:
+        """Gradients that have arrived and are not reduced yet."""
+        return {*self._written, *self._late}
+
+    def statuses(self) -> bytes:
+        """Return the `GradientStatus` of each parameter's gradient on this rank: bytes, in the order of `keys`."""
+        return self.own_statuses() if self.custom is None else self.custom.statuses()
+
+    def own_statuses(self) -> bytes:
+        """As `statuses`, without what a custom reduction keeps."""
+        if self._written or self._late:
+            return bytes(map(self._status, self.keys))
         return bytes([key in self._used for key in self.keys])  # UNUSED or REDUCED: nothing waits
 
     def arrivals(self, key: Key) -> int:
         """Return how many gradients of the parameter have arrived on this rank."""
         return self._used.get(key, 0)
 
-    def _fate(self, key: Key) -> Fate:
+    def _status(self, key: Key) -> GradientStatus:
         if key in self._written or key in self._late:
-            return Fate.WAITS
-        if self.apart is not None and key in self.apart.keys:
-            return Fate.WAITS if self.apart.is_waiting and self.reducing.over_replicas else Fate.REDUCED
-        return Fate.REDUCED if key in self._used else Fate.UNUSED
+            return GradientStatus.WAITS
+        return GradientStatus.REDUCED if key in self._used else GradientStatus.UNUSED
 
-    def hand_out(self, fates: Sequence[int]) -> None:
-        """Give every parameter that some rank used its gradient; the others keep what they had."""
-        for (g, i), fate in zip(self.keys, fates, strict=True):
+    def settle(self, summed: Tensor, total: Tensor, accumulate: bool) -> None:
+        """Add this rank's slice of a sum to the shard's gradient, or overwrite that."""
+        if self.custom is None:
+            self.scaled.settle(total, summed, accumulate)
+        else:
+            self.custom.settle(summed, total, accumulate)
+
+    def write_grads(self, statuses: Sequence[int]) -> None:
+        """Write the gradient of every parameter that some rank used to its `.grad`; the others keep what they had."""
+        for (g, i), status in zip(self.keys, statuses, strict=True):
             group = self.groups[g]
-            if fate and group.gradients.faces:  # `Fate.UNUSED` is 0
+            if status and group.gradients.faces:  # `GradientStatus.UNUSED` is 0
                 group.sharded[i].receive_grad(group.gradients.faces[i])
         self._used.clear()
-        if self.apart is not None:
-            self.apart.keys.clear()
         for group in self.groups:
             group.gradients.end_backward()
 
-    def keep_apart(self, fates: Sequence[int]) -> None:
-        """Let what was reduced in the shard group wait for the replicas. No communication."""
-        assert self.apart is not None
-        self.apart.keys.update(key for key, fate in zip(self.keys, fates, strict=True) if fate != Fate.UNUSED)
+    def forget_arrivals(self) -> None:
+        """Count the gradients of the next backward, because those that have arrived are kept."""
         self._used.clear()
-        self.show_waiting()
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """Drop these gradients unless they have been handed out. No communication."""
+        """Drop these gradients unless they have been written to `.grad`. No communication."""
         for key in keys:
             self._late.pop(key, None)
             self._used.pop(key, None)
-            if self.apart is not None:
-                self.apart.drop(key)
         self._written.difference_update(keys)
 
     def abandon(self) -> None:
-        """Drop everything that was not handed out, after a backward that raised."""
+        """Drop everything that was not written to `.grad`, after a backward that raised."""
         self.close()
         self.forget(self.keys)
-        self.apart = None
+        if self.custom is not None:
+            self.custom.abandon()
         for group in self.groups:
             group.gradients.end_backward()
             for leaf in group.leaves:

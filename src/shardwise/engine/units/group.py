@@ -175,9 +175,6 @@ class Group:
     def load(self) -> Tensor | None:
         """Load a shard that is not resident; it stays in memory while the returned tensor is held."""
 
-    def read_ahead(self) -> None:
-        """Begin to load a shard that is not resident."""
-
     # Building ---------------------------------------------------------------------------------------------------
 
     def shard_parameters(

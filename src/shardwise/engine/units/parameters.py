@@ -180,11 +180,6 @@ class UnitParameters:
 
     # Unsharding: each step is called in graph order, alike on every rank ---------------------------------------------
 
-    def read_ahead(self) -> None:
-        """Begin to load the shards that are not resident."""
-        for group in self.groups:
-            group.read_ahead()
-
     def unshard(self, slot: Slot[Any], slices: Slices, label: int) -> None:
         """Write `slices`, cast, into `slot`, which the caller took, and start the all_gather. Collective."""
         self.slot = slot

@@ -90,8 +90,8 @@ class Unit:
         self.index = -1
         """Position among the engine's units; orders everything that ranks must do alike."""
         self.parameters = UnitParameters(self.groups)
-        self.keeps_params = settings.resharding is False or self.parameters.is_pinned
-        """Whether the unit stays unsharded until its weights change."""
+        self.reshards_after_forward = settings.resharding is not False and not self.parameters.is_pinned
+        """Whether the unit is resharded when its forward is over; else it stays unsharded until its weights change."""
         self.gradients = UnitGradients(self.groups)
         self.calls: UnitCalls[Unit] = UnitCalls()
         self.listener: Listener | None = None
@@ -120,10 +120,10 @@ class Unit:
             for sharded in group.sharded:
                 sharded.unit = self
 
-    def keep_after_forward(self, keeps: bool) -> None:
-        """Set whether the unit stays unsharded after forward. Only while its engine has no slots."""
-        self.settings = replace(self.settings, resharding=not keeps)
-        self.keeps_params = keeps or self.parameters.is_pinned
+    def set_resharding(self, wanted: bool) -> None:
+        """Set whether the unit is resharded after forward. Only while its engine has no slots."""
+        self.settings = replace(self.settings, resharding=wanted)
+        self.reshards_after_forward = wanted and not self.parameters.is_pinned
 
     def join(self, listener: Listener, index: int) -> None:
         """Become unit number `index` of an engine, and report to it instead of to an earlier one."""
@@ -190,11 +190,8 @@ class Unit:
 
     def about_to_step(self) -> None:
         """Called before an optimizer updates the shards. Raises UsageError if gradients still wait to be reduced."""
-        if self.gradients.forget_dropped():
-            raise UsageError(
-                f"optimizer.step() while gradients of {self} from a backward inside sw.no_sync wait to be "
-                "reduced: run the last backward of a step outside sw.no_sync, or drop them with zero_grad()"
-            )
+        if self.gradients.custom is not None:
+            self.gradients.custom.about_to_step()
 
     def stepped(self) -> None:
         """Called after this rank's shards were written."""

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.autocast import allow_autocast
+from shardwise.engine.extensions.backward_steps import backward_steps
 from shardwise.engine.extensions.secondary_shards import secondary_pieces
 from shardwise.engine.lookup import require_engine
 from shardwise.engine.setup.shard import shard
@@ -295,7 +296,9 @@ def _trace_engine(engine: Engine, recorder: Recorder) -> None:
         return known.holder.fqn if known is not None and known.holder is not None else None
 
     recorder.find_units_with(unit_of)
-    engine.reducer.steps.watch(partial(_watched, recorder))
+    steps = backward_steps(engine)
+    if steps is not None:
+        steps.watch(partial(_watched, recorder))
 
 
 def _trained_bytes(unit: Unit) -> int:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.engine.collective_log import CollectiveLog, SyncPoint
-from shardwise.engine.units.gradients import Fate
+from shardwise.engine.collective_log import SyncPoint
+from shardwise.engine.engine import Engine
+from shardwise.engine.units.gradients import GradientStatus
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.offload.step import step_with_stores
@@ -37,13 +38,15 @@ def _unwatched(unit: Unit) -> AbstractContextManager[None]:
 class BackwardSteps:
     """The steps of one engine's optimizers in backward. All happen in graph order, alike on every rank."""
 
-    def __init__(self, log: CollectiveLog) -> None:
-        self._log = log
+    def __init__(self, engine: Engine) -> None:
+        self._log, self._reducer = engine.log, engine.reducer
+        engine.reducer.observers.append(self)
+        engine.hooks.begin_step.append(self._begin_step)
         self._optimizers: dict[Optimizer, Clip | None] = {}
         self._reduced: dict[Unit, None] = {}
-        """Units whose reduction was begun since the last `take_early`."""
+        """Units whose reduction was begun since units were last stepped."""
         self._is_early = True
-        """False from `close`, before ranks agree on the fates of all gradients, until these are handed out."""
+        """False from `end_autograd`, before ranks agree on the status of all gradients, until these are in `.grad`."""
         self._stepped: set[Unit] = set()
         """Units that were updated in this backward."""
         self._versions: dict[Unit, int] = {}
@@ -61,11 +64,6 @@ class BackwardSteps:
         """Take this optimizer's steps in backward from now on. No communication."""
         self._optimizers[optimizer] = clip
 
-    @property
-    def are_taken(self) -> bool:
-        """Whether there are any optimizers."""
-        return bool(self._optimizers)
-
     def serves(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's steps are taken here."""
         return optimizer in self._optimizers
@@ -75,28 +73,28 @@ class BackwardSteps:
         """Raise the UsageError for `what`, which cannot be combined with steps in backward."""
         raise UsageError(f"{what} cannot be used with sw.optimizer_in_backward: {reason}. Leave one of the two out")
 
-    def note(self, unit: Unit) -> None:
-        """Note that a reduction of the unit begins."""
+    def begin_reduction(self, unit: Unit) -> None:
+        """Wait for the sums of all reductions, and step the units that are complete, before a reduction of `unit`
+        begins. Every rank must call this."""
+        in_flight = self._reducer.in_flight
+        for flight in in_flight:  # each keeps its slot: units must be reduced in the same parts as otherwise
+            in_flight.sum(flight)
+        for reduced in self._reduced if self._is_early else ():
+            flags = reduced.gradients.statuses() + bytes([_awaits_more(reduced)])
+            *statuses, awaits_more = self._log.agree(SyncPoint.UNIT_REDUCED, flags)
+            if not awaits_more and GradientStatus.WAITS not in statuses:
+                with hooks_run():
+                    reduced.gradients.write_grads(statuses)
+                    self.wrote_grads(reduced, statuses)
+        self._reduced.clear()
         self._reduced[unit] = None
 
-    def take_early(self) -> None:
-        """Step the units that are complete, when the sums of all reductions are there and another reduction is about to
-        begin. Every rank must call this."""
-        for unit in self._reduced if self._is_early else ():
-            flags = unit.gradients.fates() + bytes([_awaits_more(unit)])
-            *fates, awaits_more = self._log.agree(SyncPoint.UNIT_REDUCED, flags)
-            if not awaits_more and Fate.WAITS not in fates:
-                with hooks_run():
-                    unit.gradients.hand_out(fates)
-                    self.step(unit, fates)
-        self._reduced.clear()
-
-    def step(self, unit: Unit, fates: Sequence[int]) -> None:
-        """Step the unit, whose gradients have been handed out, if there are any, and free them. Call it in `hooks_run`.
+    def wrote_grads(self, unit: Unit, statuses: Sequence[int]) -> None:
+        """Step the unit, whose gradients are in `.grad`, if there are any, and free them. Call it in `hooks_run`.
 
         Raises UsageError, on every rank, if the unit was already updated in this backward.
         """
-        if not self._optimizers or not any(fates):
+        if not any(statuses):
             return
         if unit in self._stepped:
             raise UsageError(
@@ -128,11 +126,11 @@ class BackwardSteps:
             for parameter in own:
                 parameter.grad = None
 
-    def close(self) -> None:
-        """Stop early steps because autograd is done: the other units are updated when all gradients are handed out."""
+    def end_autograd(self) -> None:
+        """Stop early steps because autograd is done: the other units are updated when all gradients are in `.grad`."""
         self._is_early = False
 
-    def end(self) -> None:
+    def end_backward(self) -> None:
         """End the backward."""
         self._is_early = True
         self._reduced.clear()
@@ -140,8 +138,6 @@ class BackwardSteps:
 
     def abandon(self, units: Sequence[Unit]) -> None:
         """Drop all gradients after a backward that raised. Which units were updated by then differs between ranks."""
-        if not self._optimizers:
-            return
         if self._stepped:
             self._torn = self._versions
         for options in (options for optimizer in self._optimizers for options in optimizer.param_groups):
@@ -150,7 +146,11 @@ class BackwardSteps:
         for unit in units:
             for group in unit.groups:
                 group.gradients.release()
-        self.end()
+        self.end_backward()
+
+    def _begin_step(self) -> None:
+        if torch.is_grad_enabled():  # else a rank may be evaluating alone
+            self.check()
 
     def check(self) -> None:
         """Raise UsageError if a backward raised after it had updated some units, and not all weights were written
@@ -181,3 +181,33 @@ def _is_due(leaf: Tensor) -> bool:
         alias = torch.ops.aten.alias.default(leaf)
     assert alias.grad_fn is not None
     return bool(torch._C._will_engine_execute_node(alias.grad_fn.next_functions[0][0]))
+
+
+def backward_steps(engine: Engine) -> BackwardSteps | None:
+    """Return the engine's, or None if no optimizer steps in its backwards."""
+    return engine.attached(BackwardSteps)
+
+
+def check(engine: Engine) -> None:
+    """Raise UsageError if the engine's units are at different steps, because a backward that stepped them raised."""
+    steps = backward_steps(engine)
+    if steps is not None:
+        steps.check()
+
+
+def attach(engine: Engine) -> BackwardSteps:
+    """Return the engine's, attached if there is none yet."""
+    return engine.attached(BackwardSteps) or engine.attach(BackwardSteps(engine))
+
+
+def serves(engine: Engine, optimizer: Optimizer) -> bool:
+    """Whether the optimizer's steps are taken in the engine's backwards."""
+    steps = backward_steps(engine)
+    return steps is not None and steps.serves(optimizer)
+
+
+def steps_in_backward(parameter: Tensor) -> bool:
+    """Whether optimizers update the parameter's model in backward (`sw.optimizer_in_backward`)."""
+    unit = parameter.unit if isinstance(parameter, ShardedParameter) else None
+    engine = unit.listener if isinstance(unit, Unit) else None
+    return isinstance(engine, Engine) and backward_steps(engine) is not None

@@ -1,0 +1,34 @@
+"""Strategies that keep full-size gradients (ZeRO-1): each unit collects its gradients in a reduce slot of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwise.engine.collective_log import CollectiveLog
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.reduce_slots import ReduceSlots
+from shardwise.engine.reducer import Reducer
+from shardwise.engine.units.unit import Unit
+from shardwise.policy.strategy import Strategy
+
+
+class FullSlots(ReduceSlots):
+    """One reduce slot for each unit."""
+
+    def _allocate_slots(self, units: Sequence[Unit], nesting: int) -> None:
+        for unit in units:
+            if unit.gradients.reduce_bytes:
+                self.give_own(unit)
+
+
+class FullGradientReducer(Reducer):
+    """Reductions of slots of one unit each."""
+
+    def __init__(self, mesh: Mesh, log: CollectiveLog) -> None:
+        super().__init__(mesh, log)
+        self.slots = FullSlots(self.collectives)
+
+
+def choose(mesh: Mesh, strategy: Strategy) -> type[Reducer] | None:
+    """Return the class for a strategy that keeps full-size gradients; None for others."""
+    return FullGradientReducer if strategy.keeps_grads else None

@@ -1,0 +1,72 @@
+"""Hybrid strategies: sums of the shard group are summed over the replicas as well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardwise.comm.protocol import BufferKind, Reduction
+from shardwise.engine.collective_log import CollectiveLog
+from shardwise.engine.in_flight import Flight
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.reduce_slots import ReduceSlots
+from shardwise.engine.reducer import Reducer
+from shardwise.engine.units.arena import Arena, Slot, size_classes
+from shardwise.engine.units.unit import Unit
+from shardwise.policy.strategy import Strategy
+
+SLICE_SLOTS = 2
+"""Slice slots of a size class: the slices of two units are summed over replicas while two more units run backward."""
+
+
+class HybridSlots(ReduceSlots):
+    """Reduce slots, and slots for slices that were summed in the shard group. These are summed over the replicas there,
+    so that the reduce slot is free again."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh.shard)
+        self._mesh = mesh
+        self.slices: Arena[Unit] | None = None
+        """Slice slots, allocated on the replicate group, as reduce slots are on the shard group."""
+
+    @property
+    def all(self) -> list[Slot[Unit]]:
+        """Every reduce slot and slice slot."""
+        return [*super().all, *(() if self.slices is None else self.slices.slots)]
+
+    def _allocate_shared(self, largest: Mapping[Unit, int], nesting: int) -> None:
+        super()._allocate_shared(largest, nesting)
+        slices = [(unit, nbytes // self._mesh.shard.world_size) for unit, nbytes in largest.items()]
+        self.slices = Arena(self._mesh.replicate, BufferKind.REDUCE, size_classes(slices, lambda _: SLICE_SLOTS))
+
+    def _drop_shared(self) -> None:
+        super()._drop_shared()
+        for slot in () if self.slices is None else self.slices.slots:
+            slot.collectives.drop(slot.buffer)
+        self.slices = None
+
+
+class HybridReducer(Reducer):
+    """Reductions over shards and replicas."""
+
+    def __init__(self, mesh: Mesh, log: CollectiveLog) -> None:
+        super().__init__(mesh, log)
+        self.slots = self._hybrid = HybridSlots(mesh)
+
+    def sum(self, unit: Unit, slot: Slot[Unit], label: int) -> None:
+        """Start to sum the slot in the shard group and, after that, over the replicas."""
+        sums = self.claim(self.free_slot(self._hybrid.slices, unit), unit)
+        groups = [group for group in unit.groups if group.trainable]
+        slices = [group.slice_in(sums) for group in groups]
+        reductions = tuple(
+            Reduction(group.flat_gradients(slot), own, accumulate=False)
+            for group, own in zip(groups, slices, strict=True)
+        )
+        scattered = self.mesh.shard.reduce_scatter(slot.buffer, reductions, label)
+        self.in_flight.append(Flight(unit, slot, [scattered]))
+        works = [self.mesh.replicate.all_reduce(own, after=scattered, label=label) for own in slices]
+        self.in_flight.append(Flight(unit, sums, works, slices))
+
+
+def choose(mesh: Mesh, strategy: Strategy) -> type[Reducer] | None:
+    """Return the class for a mesh of several shards and several replicas; None for others."""
+    return HybridReducer if mesh.shard.world_size > 1 and mesh.replicate.world_size > 1 else None
