@@ -31,6 +31,7 @@ from shardwise.offload.slice_home import HomeState, SliceHome
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.stores import Stores
 from shardwise.policy.offload import Offload
+from shardwise.sharded.extensions.blocks import Coder
 from shardwise.sharded.extensions.few_bits import FewBitsParameter
 from shardwise.sharded.norms import norms_of_pieces
 from shardwise.sharded.parameter import ShardedParameter, piece_in
@@ -179,6 +180,10 @@ class OffloadedGroup(Group):
 
 class OffloadedBlockGroup(OffloadedGroup, BlockGroup):
     """A group in few bits whose shard is stored off the device between uses."""
+
+    def _allocate_shard(self, storage: Tensor | None) -> Versioned:
+        self.coder = Coder.on(self.device, self.dtypes.bits)
+        return super()._allocate_shard(storage)
 
     def _sharded_parameter(self, placement: Placement, requires_grad: bool) -> ShardedParameter:
         if self.home is None:
