@@ -14,7 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 BENCHMARKS = {
-    "steps": ("peers", "overhead", "overhead_pairs", "launches", "initialisation", "abandoned"),
+    "steps": ("peers", "overhead", "overhead_pairs", "launches", "initialisation", "abandoned", "same_bits"),
     "checkpoints": ("checkpoint", "async_save"),
     "plans": (
         "planner",
