@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from benchmarks.plans.exposed import ENGINES, cells, job_of
-from shardwise.modules.wrapping import choose_units
+from shardwise.engine.setup.planners import planners_for
+from shardwise.engine.shard_core import choose_units
 from shardwise.plan.dry_run.recording import Collective, Kernel, Recording, StepEvent, StepPhase, Wait
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.models.source import resolve
@@ -95,7 +96,7 @@ CHANGES: dict[str, tuple[Callable[[Recording], Recording], ...]] = {
 def finer(builder: Callable[[], nn.Module], nested: bool) -> Callable[[str, nn.Module], bool]:
     """`units=` with the parts of the first block in its place, or `nested`, with its largest part a unit inside it."""
     with torch.device("meta"):
-        chosen = choose_units(builder(), None)
+        chosen = choose_units(builder(), planners_for(None))
     first, block = next((fqn, module) for fqn, module in chosen if next(module.children(), None) is not None)
     parts = {
         f"{first}.{name}": sum(parameter.numel() for parameter in child.parameters())

@@ -28,8 +28,8 @@ import shardwise as sw
 from benchmarks.accelerator.meshes import FAKE_WORLD, fake_world
 from benchmarks.accelerator.models import LlamaShape, LlamaStack
 from benchmarks.common import facts, report
+from shardwise.engine import shard_core
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.setup import building
 from shardwise.sharded.parameter import ShardedParameter
 
 DEVICE = torch.device("cpu")
@@ -100,7 +100,7 @@ def fsdp2(model: nn.Module, mesh: Mesh, reduce: str) -> nn.Module:
 
 def shardwise(model: nn.Module, mesh: Mesh, reduce: str) -> nn.Module:
     # On fake tensors there is nothing to compare with peers that are not there.
-    with mock.patch.object(building, "agree_on_layout"), mock.patch.object(building, "agree_on_values"):
+    with mock.patch.object(shard_core, "agree_on_layout"), mock.patch.object(shard_core, "agree_on_values"):
         return sw.shard(model, mesh=mesh, precision=sw.Precision(param="bf16", reduce=reduce))
 
 

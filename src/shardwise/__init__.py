@@ -53,6 +53,8 @@ _HOMES = {
 }
 
 _ATTACHED = {
+    "after an optimizer's step": ("engine.setup.torch_patches:after_step",),
+    "before an optimizer's step": ("engine.setup.torch_patches:before_step",),
     "collectives": ("comm.backends.select:choose",),
     "engine": (
         "engine.extensions.autocast:attach",

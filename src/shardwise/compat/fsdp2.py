@@ -27,8 +27,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import Shard
 
 from shardwise.compat.common import allow_autocast, mixed_class, without_effect
+from shardwise.engine.agreement import anywhere
 from shardwise.engine.lookup import engine_of, engines_of
-from shardwise.engine.setup.agreement import anywhere
 from shardwise.engine.setup.forward_methods import register_forward_method
 from shardwise.engine.setup.shard import shard
 from shardwise.errors import UsageError

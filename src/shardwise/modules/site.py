@@ -1,9 +1,9 @@
-"""A parameter's places in the module tree, and its attributes other than its values."""
+"""A unit's place in the module tree and its parameters' places, and a parameter's attributes other than its values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,26 @@ class Site:
 
     module: nn.Module
     name: str
+
+
+Original = tuple[str, nn.Parameter, tuple[Site, ...]]
+"""A parameter to be sharded: its fully qualified name, itself, and every attribute of a module that holds it."""
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """A module that becomes a unit, and the parameters that the unit owns."""
+
+    fqn: str
+    module: nn.Module
+    ancestors: tuple[UnitPlan, ...]
+    """The units around it, outermost first."""
+    parameters: list[Original] = field(default_factory=list)
+    modules: list[nn.Module] = field(init=False)
+    """The modules whose forwards use the parameters: the module itself, unless a review says otherwise."""
+
+    def __post_init__(self) -> None:
+        self.modules = [self.module]
 
 
 def foreign_parameter(fqn: str, held: object) -> UsageError:

@@ -79,11 +79,17 @@ def run(script: str) -> str:
 
 
 def test_sharding_loads_no_other_engine() -> None:
-    """FSDP's module takes half a second, three times what ours take together."""
+    """FSDP's module takes half a second, three times what ours take together. Nor what a plain model does not need."""
     loads = "import sys, torch, shardwise as sw; sw.shard(torch.nn.Linear(2, 2)); print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, timeout=300, check=True)
     loaded = set(done.stdout.split())
-    assert "shardwise.engine.extensions.all_gather" in loaded
+    assert "shardwise.engine.shard_core" in loaded
+    for extension in ("all_gather", "few_bits", "offloaded"):
+        assert f"shardwise.engine.extensions.{extension}" not in loaded
+    for special in ("adoption", "group_kinds", "materialisers", "offloading"):
+        assert f"shardwise.engine.setup.{special}" not in loaded
+    assert loaded.isdisjoint({"shardwise.modules.adapters", "shardwise.modules.linear_weights"})
+    assert not any(name.startswith("shardwise.modules.deferred_init") for name in loaded)
     assert loaded.isdisjoint({"torch.distributed.fsdp", "torch.distributed.tensor"})
 
 

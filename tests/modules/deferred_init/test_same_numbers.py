@@ -367,7 +367,7 @@ def peak_bytes(name: str) -> tuple[int, int, int, int]:
             materialize(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.import_module("shardwise.engine.setup.building"), "materialize", counted)
+        patch.setattr(importlib.import_module("shardwise.engine.setup.materialisers"), "materialize", counted)
         sw.shard(model)
     return live.peak, sum(sizes), sum(p.numel() * 4 for p in blocks[0].parameters()), max(sizes)
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from shardwise.comm.protocol import Collectives
 from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Slot, storage_key
 from shardwise.engine.units.group import Dtypes, Group, MakeGradients
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, UsageError
 from shardwise.layout.flat import round_up
 from shardwise.modules.extended import EXTENDED, inner_name
 from shardwise.modules.inner_face import placeholder_of
-from shardwise.modules.site import Site, Values
+from shardwise.modules.site import Original, Site, Values
 from shardwise.sharded.extensions.dtensor_names import mesh_of
 from shardwise.sharded.parameter import SHARDED_FACE
 
@@ -151,6 +151,13 @@ class ExtendedGroup(Group):
         came, self._held.data = views
         with torch.no_grad():
             self._rows.fsdp_post_all_gather((came,), self._beside, self.dtypes.compute, out=self._leaf)
+
+    def like(self, originals: Sequence[Original]) -> Group:
+        """Raise UsageError: the class made its tensors around these parameters."""
+        raise UsageError(
+            f"copy.deepcopy of a sharded model with {self.fqns[0]!r}, whose class defines its own all_gather, is not "
+            "possible: build the model again, shard it and call load_state_dict(model.state_dict())"
+        )
 
     def point_at_placeholders(self) -> None:
         """Point the leaf at one NaN, expanded to the full shape."""

@@ -17,10 +17,10 @@ from shardwise.engine.extensions.all_gather import ExtendedGroup
 from shardwise.engine.extensions.few_bits import BlockGroup
 from shardwise.engine.in_flight import InFlight
 from shardwise.engine.units.gradient_shard import GradientShard
-from shardwise.engine.units.group import Group, MakeGradients, Original, Versioned
+from shardwise.engine.units.group import Group, MakeGradients, Versioned
 from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Unit
-from shardwise.modules.site import Values
+from shardwise.modules.site import Original, Values
 from shardwise.offload.host_step import HostStep
 from shardwise.offload.media.disk import Disk
 from shardwise.offload.media.host_memory import HostMemory
@@ -193,6 +193,8 @@ class OffloadedBlockGroup(OffloadedGroup, BlockGroup):
 
 class OffloadedExtendedGroup(OffloadedGroup, ExtendedGroup):
     """The group of a parameter that defines its own all_gather, stored off the device between uses."""
+
+    like = ExtendedGroup.like
 
 
 _OFFLOADED: dict[type[Group], type[OffloadedGroup]] = {

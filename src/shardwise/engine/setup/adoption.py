@@ -12,46 +12,103 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.custom_reduction import forget_dropped
 from shardwise.engine.lookup import take_engine
-from shardwise.engine.mesh import Mesh, spans_of
+from shardwise.engine.mesh import Mesh, build_mesh, spans_of
 from shardwise.engine.setup.copying import refuse_to_copy
+from shardwise.engine.setup.planners import SideBySide
+from shardwise.engine.shard_core import Seams
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
-from shardwise.modules.wrapping import SideBySide
+from shardwise.modules.site import UnitPlan
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
 
 T = TypeVar("T")
 
 
-def settle(
-    below: Mapping[str, Engine],
-    strategy: Strategy,
-    mesh: DeviceMesh | Mesh | None,
-    precision: Precision | None,
-    resharding: bool | int | None,
-    align: int | None,
-) -> tuple[Precision, bool | int, int]:
-    """Return the precision, resharding and alignment of the units that a call makes: what the call leaves out is taken
-    from the engines below, given by the fqn of the module that was sharded. Raises UsageError if those have another
-    strategy or mesh, if they differ in what the call leaves out, or if units would reshard to groups of two sizes."""
-    spans = None if mesh is None or not below else spans_of(strategy, mesh)
-    for fqn, engine in below.items():
-        _check_same("strategy", strategy.value, engine.strategy.value, fqn)
-        spans = engine.mesh.spans if spans is None else spans
-        _check_same("mesh", spans, engine.mesh.spans, fqn)
-    if precision is None:
-        theirs = _theirs("precision", {fqn: engine.precision for fqn, engine in below.items()}, _of_units)
-        precision = None if theirs is None else replace(theirs, keep=())  # its patterns are for modules below
-    if resharding is None:
-        resharding = _theirs("reshard_after_forward", {fqn: engine.resharding for fqn, engine in below.items()})
-    resharding = not strategy.keeps_params if resharding is None else resharding
-    size = None if isinstance(resharding, bool) else resharding
-    for fqn, engine in below.items():
-        size = size or engine.mesh.secondary_size
-        _check_same("reshard_after_forward", size, engine.mesh.secondary_size or size, fqn)
-    if align is None:
-        align = _theirs("align", {fqn: engine.align for fqn, engine in below.items()})
-    return precision or Precision(), resharding, align or 1
+class Adoption:
+    """The units below one module that is being sharded."""
+
+    def __init__(self, model: nn.Module, below: Mapping[str, Engine]) -> None:
+        """`below`: the engines of the modules that were sharded before, by the modules' names."""
+        self.model = model
+        self.below = below
+        self.units: list[Unit] = []
+
+    def settle(
+        self,
+        strategy: Strategy,
+        mesh: DeviceMesh | Mesh | None,
+        precision: Precision | None,
+        resharding: bool | int | None,
+        align: int | None,
+    ) -> tuple[Mesh, Precision, bool | int, int]:
+        """Return the mesh of all units, and the precision, resharding and alignment of those that the call makes: what
+        the call leaves out is taken from the engines below. Every rank must call this.
+
+        Raises UsageError if those have another strategy or mesh, if they differ in what the call leaves out, if units
+        would reshard to groups of two sizes, inside `sw.unsharded`, or if gradients below wait to be reduced.
+        """
+        engines = self.below.items()
+        spans = None if mesh is None else spans_of(strategy, mesh)
+        for fqn, engine in engines:
+            _check_same("strategy", strategy.value, engine.strategy.value, fqn)
+            spans = engine.mesh.spans if spans is None else spans
+            _check_same("mesh", spans, engine.mesh.spans, fqn)
+        if precision is None:
+            theirs = _theirs("precision", {fqn: engine.precision for fqn, engine in engines}, _of_units)
+            precision = replace(theirs, keep=())  # its patterns are for modules below
+        if resharding is None:
+            resharding = _theirs("reshard_after_forward", {fqn: engine.resharding for fqn, engine in engines})
+        size = None if isinstance(resharding, bool) else resharding
+        common = size
+        for fqn, engine in engines:
+            common = common or engine.mesh.secondary_size
+            _check_same("reshard_after_forward", common, engine.mesh.secondary_size or common, fqn)
+        if align is None:
+            align = _theirs("align", {fqn: engine.align for fqn, engine in engines})
+        _clear_up(self.below.values())
+        self.units = _units_of(self.model, self.below)
+        groups = _common_mesh(self.below.values(), resharding) or build_mesh(strategy, mesh, size, None)
+        for fqn, engine in engines:
+            _check_same("mesh", groups.spans, engine.mesh.spans, fqn)
+        return groups, precision, resharding, align
+
+    def join(self, seams: Seams) -> None:
+        """Have the engine that is built with these seams take the units over."""
+        seams.reviews.append(self._take_over)
+        seams.settled = {module for fqn in self.below for module in self.model.get_submodule(fqn).modules()}
+        seams.arrange = self._arrange
+
+    def _take_over(self, model: nn.Module, plans: Sequence[UnitPlan]) -> None:
+        """Make the engines below give their units up. The last review, because it changes them."""
+        for module in [model.get_submodule(fqn) for fqn in self.below]:
+            engine = take_engine(module)
+            refuse_to_copy(module)
+            engine.hand_over()
+
+    def _arrange(self, own: list[Unit], mesh: Mesh) -> list[Unit]:
+        """Return all units, outermost first, after giving each the units around it and, if adopted, its name in the
+        model."""
+        by_module: dict[int, list[Unit]] = {}
+        for unit in (*own, *(unit for unit in self.units if unit.is_needed)):
+            for module in unit.modules:
+                by_module.setdefault(id(module), []).append(unit)
+        names = {module: fqn for fqn, module in self.model.named_modules()}
+        ordered: dict[Unit, None] = {}
+
+        def visit(module: nn.Module, around: tuple[Unit, ...]) -> None:
+            for unit in by_module.pop(id(module), ()):
+                if unit not in ordered:
+                    if unit in self.units:
+                        unit.rebase(names, mesh.shard)
+                    unit.lie_in(around)
+                ordered[unit] = None
+                around = (*around, unit)
+            for child in module.children():
+                visit(child, around)
+
+        visit(self.model, ())
+        return list(ordered)
 
 
 def _check_same(name: str, asked: object, theirs: object, fqn: str) -> None:
@@ -62,12 +119,9 @@ def _check_same(name: str, asked: object, theirs: object, fqn: str) -> None:
         )
 
 
-def _theirs(name: str, values: Mapping[str, T], compared: Callable[[T], object] = lambda value: value) -> T | None:
-    """Return the value that all modules below were sharded with; None if there are none. Raises UsageError if they
-    differ."""
-    first = next(iter(values), None)
-    if first is None:
-        return None
+def _theirs(name: str, values: Mapping[str, T], compared: Callable[[T], object] = lambda value: value) -> T:
+    """Return the value that all modules below were sharded with. Raises UsageError if they differ."""
+    first = next(iter(values))
     for fqn, value in values.items():
         if compared(value) != compared(values[first]):
             raise UsageError(
@@ -82,22 +136,16 @@ def _of_units(precision: Precision) -> Precision:
     return Precision(param=precision.param, reduce=precision.reduce, master=precision.master, frozen=precision.frozen)
 
 
-def common_mesh(below: Iterable[Engine], resharding: bool | int) -> Mesh | None:
-    """Return the mesh of an engine below, if possible one with a smaller group to reshard to. None if there is no
-    engine, or if `resharding` asks for such a group and no engine has one."""
+def _common_mesh(below: Iterable[Engine], resharding: bool | int) -> Mesh | None:
+    """Return the mesh of an engine below, if possible one with a smaller group to reshard to. None if
+    `resharding` asks for such a group and no engine has one."""
     meshes = [engine.mesh for engine in below]
     found = next((mesh for mesh in meshes if mesh.secondary_size is not None), None)
     wants_more = not isinstance(resharding, bool) and found is None
-    return None if not meshes or wants_more else found or meshes[0]
+    return None if wants_more else found or meshes[0]
 
 
-def check_mesh(below: Mapping[str, Engine], mesh: Mesh) -> None:
-    """Raise UsageError unless the units below are over the same ranks. No communication."""
-    for fqn, engine in below.items():
-        _check_same("mesh", mesh.spans, engine.mesh.spans, fqn)
-
-
-def units_of(model: nn.Module, below: Mapping[str, Engine]) -> list[Unit]:
+def _units_of(model: nn.Module, below: Mapping[str, Engine]) -> list[Unit]:
     """Return the units to be adopted. Raises UsageError if the model has only some of the modules of one unit."""
     units = [unit for engine in dict.fromkeys(below.values()) for unit in engine.units]
     here = set(model.modules())
@@ -112,7 +160,7 @@ def units_of(model: nn.Module, below: Mapping[str, Engine]) -> list[Unit]:
     return units
 
 
-def clear_up(engines: Iterable[Engine]) -> None:
+def _clear_up(engines: Iterable[Engine]) -> None:
     """Let modules hold their sharded parameters, whatever was interrupted.
 
     Raises UsageError inside `sw.unsharded`, and if gradients wait in slots that will be freed.
@@ -128,34 +176,3 @@ def clear_up(engines: Iterable[Engine]) -> None:
                 f"sw.shard while gradients below, of {unit}, from a backward inside sw.no_sync wait to be "
                 "reduced: run a backward outside sw.no_sync first, or drop them with zero_grad()"
             )
-
-
-def take_over(module: nn.Module) -> None:
-    """Make the module's engine give its units up to the engine that is being built."""
-    engine = take_engine(module)
-    refuse_to_copy(module)
-    engine.hand_over()
-
-
-def in_module_order(model: nn.Module, own: Sequence[Unit], adopted: Sequence[Unit], mesh: Mesh) -> list[Unit]:
-    """Return all units, outermost first, after giving each the units around it and, if adopted, its name in `model`."""
-    by_module: dict[int, list[Unit]] = {}
-    for unit in (*own, *(unit for unit in adopted if unit.is_needed)):
-        for module in unit.modules:
-            by_module.setdefault(id(module), []).append(unit)
-    names = {module: fqn for fqn, module in model.named_modules()}
-    ordered: dict[Unit, None] = {}
-
-    def visit(module: nn.Module, around: tuple[Unit, ...]) -> None:
-        for unit in by_module.pop(id(module), ()):
-            if unit not in ordered:
-                if unit in adopted:
-                    unit.rebase(names, mesh.shard)
-                unit.lie_in(around)
-            ordered[unit] = None
-            around = (*around, unit)
-        for child in module.children():
-            visit(child, around)
-
-    visit(model, ())
-    return list(ordered)

@@ -16,14 +16,11 @@ import torch
 from torch import nn
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.extensions.all_gather import ExtendedGroup
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.modules.site import Site
-from shardwise.offload.stores import attach, of_owner
-from shardwise.sharded.extensions.few_bits import FewBitsParameter
 
 _DEEPCOPY = "__deepcopy__"
 
@@ -101,6 +98,9 @@ def _remove_hooks(module: nn.Module, nobody: _Nobody) -> None:
 
 
 def _copied_units(engine: Engine, memo: Mapping[int, Any]) -> list[Unit]:
+    from shardwise.offload.stores import attach, of_owner  # not for models that are never copied
+    from shardwise.sharded.extensions.few_bits import FewBitsParameter
+
     copies: dict[Unit, Unit] = {}
     with torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
@@ -126,11 +126,6 @@ def _copied_units(engine: Engine, memo: Mapping[int, Any]) -> list[Unit]:
 
 
 def _copied_group(group: Group, memo: Mapping[int, Any]) -> Group:
-    if isinstance(group, ExtendedGroup):
-        raise UsageError(
-            f"copy.deepcopy of a sharded model with {group.fqns[0]!r}, whose class defines its own all_gather, is not "
-            "possible: build the model again, shard it and call load_state_dict(model.state_dict())"
-        )
     parameters = zip(group.fqns, group.sharded, group.sites, strict=True)
     return group.like(
         [

@@ -13,7 +13,6 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.setup.forward_methods import register_generate
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
-from shardwise.modules.deferred_init.put_off import come
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 _WATCHED = "_shardwise_state_dicts"
@@ -100,6 +99,8 @@ def refuse_conversions(module: nn.Module) -> None:
     to what was left on the meta device."""
 
     def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        from shardwise.modules.deferred_init.put_off import come  # not for models that are never converted
+
         faces = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
         for dtype, device, stored, rests in {(p.dtype, p.device, p.stored_device, p.home is not None) for p in faces}:
             result = fn(torch.empty(0, dtype=dtype, device=device))

@@ -1,38 +1,34 @@
-"""`shard`: the one call that turns an nn.Module into a sharded one, in place."""
+"""`shard`: the one call that turns an nn.Module into a sharded one, in place.
+
+It reads the arguments, fills the seams of `engine/shard_core.py` with what the arguments and the model ask for, and
+adapts the module's own methods afterwards. What a plain model does not need is imported when it is needed.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.engine import shard_core
 from shardwise.engine.engine import Engine
-from shardwise.engine.extensions.offloaded import stores_for
 from shardwise.engine.lookup import engine_of, engines_by_name, set_engine
-from shardwise.engine.mesh import Mesh, build_mesh
-from shardwise.engine.setup.adoption import (
-    check_mesh,
-    clear_up,
-    common_mesh,
-    in_module_order,
-    settle,
-    take_over,
-    units_of,
-)
-from shardwise.engine.setup.building import build_units, prepare_buffers
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.setup.admission import check_admissible
 from shardwise.engine.setup.copying import copy_deeply
 from shardwise.engine.setup.module_methods import refuse_conversions, tell_transformers, watch_state_dicts
+from shardwise.engine.setup.planners import SideBySide, Together, Units, nesting, planners_for
 from shardwise.engine.setup.torch_patches import install
+from shardwise.engine.shard_core import Seams
+from shardwise.engine.units.unit import Unit
 from shardwise.errors import ConfigError, LayoutError, UsageError
-from shardwise.modules.adapters import watch_layers
-from shardwise.modules.admission import check_admissible
-from shardwise.modules.extended import plain_of
-from shardwise.modules.linear_weights import linear_weights
-from shardwise.modules.wrapping import SideBySide, Together, UnitPlan, Units, assign_parameters, choose_units, nesting
+from shardwise.modules.site import UnitPlan
 from shardwise.policy.checks import check_count, checked_align, checked_precision, checked_resharding
 from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
@@ -106,39 +102,73 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     tree = _checked_tree(model, slots, units)
     if next(tree.parameters(), None) is None:
         return model
-    below = engines_by_name(tree)
-    precision, resharding, align = settle(
-        below,
-        strategy,
-        mesh,
-        checked_precision(precision),
-        checked_resharding(reshard_after_forward),
-        checked_align(align),
-    )
-    clear_up(below.values())
-    ignored = _checked_ignored(ignored)
-    old = units_of(tree, below)
-    plans = _plans(tree, units, ignored, bool(below))
-    _check_kept(tree, plans, precision)
-    if not below:
-        _check_frozen(tree, plans, precision)
+    ignored, offload = _checked_ignored(ignored), _checked_offload(offload)
+    precision, align = checked_precision(precision), checked_align(align)
+    resharding = checked_resharding(reshard_after_forward)
+    adoption, below = None, engines_by_name(tree)
+    if below:
+        from shardwise.engine.setup.adoption import Adoption
+
+        adoption = Adoption(tree, below)
+        mesh, precision, resharding, align = adoption.settle(strategy, mesh, precision, resharding, align)
+    precision = precision or Precision()
+    resharding = not strategy.keeps_params if resharding is None else resharding
+    seams = _seams(tree, units, ignored, precision, offload, adopts=adoption is not None)
+    old = [] if adoption is None else adoption.units
     if resharding is not False or any(unit.reshards_after_forward for unit in old):
-        _check_nesting(tree, slots, [*(plan.module for plan in plans), *(m for unit in old for m in unit.modules)])
-    settled = {module for fqn in below for module in tree.get_submodule(fqn).modules()}
-    groups = common_mesh(below.values(), resharding) or build_mesh(strategy, mesh, _group_size(resharding), None)
-    check_mesh(below, groups)
-    stores = stores_for(_checked_offload(offload), groups.device)
-    for fqn in below:
-        take_over(tree.get_submodule(fqn))
-    engine = Engine(groups, strategy, precision, slots, resharding, align)
-    own = build_units(tree, plans, engine, stores)
-    prepare_buffers(tree, groups, precision, settled)
-    plain = [parameter for parameter in tree.parameters() if not isinstance(parameter, ShardedParameter)]
-    left_out = [*ignored, *plain]  # ignored ones on the meta device have been replaced
-    engine.install(in_module_order(tree, own, old, groups), tree, left_out)
+        seams.reviews.append(partial(_check_nesting, slots, old))
+    if adoption is not None:
+        adoption.join(seams)
+    engine = shard_core.shard(tree, strategy, mesh, precision, resharding, slots, align or 1, seams)
     for module in [model] if isinstance(model, nn.Module) else model:
         _put_in_charge(module, engine)
     return model
+
+
+def _seams(
+    model: nn.Module,
+    units: Units,
+    ignored: Sequence[nn.Parameter],
+    precision: Precision,
+    offload: Offload | None,
+    adopts: bool,
+) -> Seams:
+    """Return what the arguments and the model ask of the core. `adopts`: some modules below are sharded already."""
+    seams = Seams([], ignored)
+    if isinstance(model, Together):
+        seams.reviews.append(_make_one)
+    elif not isinstance(model, SideBySide):
+        seams.planners += planners_for(units)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        from shardwise.engine.setup.materialisers import initialise
+
+        seams.materialise = initialise
+    offloaded = None
+    if offload is not None:
+        from shardwise.engine.setup.offloading import OffloadedGroups
+
+        offloaded = OffloadedGroups(offload, precision)
+        seams.materialise = offloaded.around(seams.materialise)
+    if any(hasattr(parameter, "fsdp_pre_all_gather") for parameter in model.parameters()):
+        from shardwise.engine.setup.group_kinds import ExtendedGroups
+
+        extended = ExtendedGroups(offloaded)
+        seams.kinds.append(extended)
+        seams.reviews.append(extended.stand_in)
+    seams.reviews.append(check_admissible)
+    if not adopts:
+        seams.reviews.append(_check_anything)
+    seams.reviews.append(partial(_check_kept, precision))
+    if precision.frozen is not None:
+        from shardwise.engine.setup.group_kinds import FewBitsGroups
+
+        few_bits = FewBitsGroups(model, precision, offloaded)
+        seams.kinds.append(few_bits)
+        if not adopts:
+            seams.reviews.append(few_bits.check)
+    if offloaded is not None:
+        seams.kinds.append(offloaded)
+    return seams
 
 
 def _put_in_charge(model: nn.Module, engine: Engine) -> None:
@@ -152,7 +182,10 @@ def _put_in_charge(model: nn.Module, engine: Engine) -> None:
                 sharded.placement = replace(sharded.placement, replicas=engine.mesh.replicate)
     watch_state_dicts(model)
     tell_transformers(model, engine)
-    watch_layers(model, lambda: engine.runs_model)
+    if "peft" in sys.modules:
+        from shardwise.modules.adapters import watch_layers
+
+        watch_layers(model, lambda: engine.runs_model)
     copy_deeply(model, engine, _put_in_charge)
 
 
@@ -178,15 +211,14 @@ def _checked_tree(model: object, slots: object, units: Units) -> nn.Module:
     return Together(modules)
 
 
-def _plans(model: nn.Module, units: Units, ignored: Sequence[nn.Parameter], adopts: bool) -> list[UnitPlan]:
-    """Assign each parameter to a unit. Raises LayoutError if one cannot be sharded or there is nothing to shard."""
-    skipped = {id(parameter) for parameter in ignored}
-    chosen = [] if isinstance(model, Together | SideBySide) else choose_units(model, units)
-    plans = assign_parameters(model, chosen, lambda p: id(p) in skipped or isinstance(p, ShardedParameter))
-    for plan in plans:
-        plan.parameters = [(fqn, plain_of(parameter), sites) for fqn, parameter, sites in plan.parameters]
-    check_admissible(model, plans)
-    if not adopts and not any(plan.parameters for plan in plans):
+def _make_one(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
+    """Make one unit of all modules of a `Together`."""
+    plans[0].modules = list(model.children())
+
+
+def _check_anything(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
+    """Raise LayoutError if there is nothing to shard."""
+    if not any(plan.parameters for plan in plans):
         theirs = [p.fqn for p in model.parameters() if isinstance(p, ShardedParameter)]
         why = (
             f"is sharded already, in a model where its parameter is named {theirs[0]!r}"
@@ -194,10 +226,9 @@ def _plans(model: nn.Module, units: Units, ignored: Sequence[nn.Parameter], adop
             else "has no parameters except ignored ones"
         )
         raise LayoutError(f"{type(model).__name__} {why}: nothing to shard")
-    return plans
 
 
-def _check_kept(model: nn.Module, plans: list[UnitPlan], precision: Precision) -> None:
+def _check_kept(precision: Precision, model: nn.Module, plans: Sequence[UnitPlan]) -> None:
     names = [fqn for plan in plans for fqn, _, _ in plan.parameters]
     for pattern in precision.keep:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -207,19 +238,9 @@ def _check_kept(model: nn.Module, plans: list[UnitPlan], precision: Precision) -
             )
 
 
-def _check_frozen(model: nn.Module, plans: Sequence[UnitPlan], precision: Precision) -> None:
-    """Raise ConfigError if weights are to be kept in few bits and none can be."""
-    linear = linear_weights(model) if precision.frozen is not None else set()
-    parameters = [parameter for plan in plans for _, parameter, _ in plan.parameters]
-    if precision.frozen is not None and not any(id(p) in linear and not p.requires_grad for p in parameters):
-        raise ConfigError(
-            f"precision.frozen={precision.frozen!r}, but no linear layer of this {type(model).__name__} is frozen: "
-            "call requires_grad_(False) on the base before sw.shard, or leave frozen out"
-        )
-
-
-def _check_nesting(model: nn.Module, slots: int, unit_modules: Sequence[nn.Module]) -> None:
-    least = LEAST_SLOTS + nesting(model, unit_modules)
+def _check_nesting(slots: int, old: Sequence[Unit], model: nn.Module, plans: Sequence[UnitPlan]) -> None:
+    """Raise ConfigError if the units, with the `old` ones below, need more slots."""
+    least = LEAST_SLOTS + nesting(model, [*(plan.module for plan in plans), *(m for unit in old for m in unit.modules)])
     if slots < least:
         raise ConfigError(f"slots={slots}: this model's nested units need at least {least}")
 
@@ -228,10 +249,6 @@ def _checked_offload(offload: Offload | None) -> Offload | None:
     if offload is not None and not isinstance(offload, Offload):
         raise ConfigError(f"offload={offload!r}: pass sw.Offload(params=..., optimizer=..., path=...)")
     return offload
-
-
-def _group_size(resharding: bool | int) -> int | None:
-    return None if isinstance(resharding, bool) else resharding
 
 
 def _checked_ignored(asked: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""The one file that changes anything in torch, with the reason for each change.
+"""What `sw.shard` changes in torch besides hooks around optimizers' steps, with the reason for each change.
 
 Importing shardwise changes nothing; `sw.shard` calls `install` first. Whatever is changed does what it did before for
 tensors that are not sharded. docs/design/torch-patches.md explains why nothing less is enough.
@@ -7,23 +7,19 @@ tensors that are not sharded. docs/design/torch-patches.md explains why nothing 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial, wraps
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
 
 from shardwise.engine.extensions.failed_backwards import tell_of_errors
 from shardwise.errors import UsageError
 from shardwise.modules.graph_breaks import leave_uncompiled
-from shardwise.offload.step_hook import put_last
-from shardwise.offload.stores import any_offloaded
-from shardwise.sharded.extensions.partial_step import is_view
 from shardwise.sharded.optimizer_state import cut_state
 from shardwise.sharded.parameter import Owner, ShardedParameter, outer_face
 from shardwise.sharded.waiting import WaitingGradient
@@ -40,10 +36,6 @@ def install() -> None:
     # Torch finds no path from a loss to a sharded parameter, and does not say so: backward(inputs=) would leave every
     # gradient out, and grad() would return None.
     torch.autograd._engine_run_backward = _with_leaves(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
-
-    # A step must not run while gradients wait to be reduced, and fused optimizers do not increase a tensor's version.
-    register_optimizer_step_pre_hook(_pre_step)
-    register_optimizer_step_post_hook(_post_step)
 
     # Torch would keep the full state of an unsharded model for every parameter of this rank.
     Optimizer.load_state_dict = _with_cut_state(Optimizer.load_state_dict)  # type: ignore[method-assign]
@@ -117,66 +109,16 @@ def _check_elementwise(optimizer: Optimizer) -> None:
         raise UsageError(f"torch.optim.{type(optimizer).__name__} of sharded parameters {reason}")
 
 
-# Around an optimizer's step -------------------------------------------------------------------------------------------
-
-
-_stepping: weakref.WeakKeyDictionary[Optimizer, set[Owner]] = weakref.WeakKeyDictionary()
-"""The owners that each optimizer updates whose step is under way, or raised."""
-
-
-def _owners(optimizer: Optimizer) -> set[Owner]:
-    return {
-        parameter.unit
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if type(parameter) is ShardedParameter and parameter.unit is not None
-    }
-
-
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Check the parameters before a step, and that no gradients wait to be reduced. A closure may still reduce some: if
-    the step is given one, that check runs after it, and the step's new arguments are returned."""
-    if is_view(optimizer):  # inside the step of a subclass, which calls its base's
-        return None
+def before_step(optimizer: Optimizer, owners: Collection[Owner]) -> None:
+    """Check an optimizer that is about to update these units."""
     _check_sharded(optimizer)
-    owners = _stepping[optimizer] = _owners(optimizer)
-    put_last(optimizer, has_stores=any_offloaded(owners))
     if owners:
         leave_uncompiled()
         _check_elementwise(optimizer)
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if owners and closure is not None:
-        checked = partial(_evaluate, closure, owners)
-        return (
-            (args, {**kwargs, "closure": checked}) if "closure" in kwargs else ((args[0], checked, *args[2:]), kwargs)
-        )
-    for unit in owners:
-        unit.about_to_step()
-    return None
 
 
-def updates_nothing(optimizer: Optimizer) -> None:
-    """Note that the optimizer's `step()` under way updates nothing, because all updates have been made already."""
-    _stepping[optimizer] = set()
-
-
-def _evaluate(closure: Callable[[], Any], owners: set[Owner]) -> Any:
-    """Run the closure of a step, which calls backward, and then check that no gradients wait to be reduced."""
-    result = closure()
-    for unit in owners:
-        unit.about_to_step()
-    return result
-
-
-def _post_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if is_view(optimizer):
-        return
-    owners = _stepping.pop(optimizer, None)
-    if owners is None:  # a step inside a step of the same optimizer (a subclass's) is over already
-        owners = _owners(optimizer)
-    for unit in owners:
-        unit.end_step()
+def after_step(optimizer: Optimizer, owners: Collection[Owner]) -> None:
+    """Note that the optimizer has state of these units."""
     if owners:
         with_state.add(optimizer)
 

@@ -15,7 +15,7 @@ from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Slot
 from shardwise.engine.units.gradient_shard import GradientShard
 from shardwise.layout.flat import FlatLayout, build_layout, round_up
 from shardwise.modules.inner_face import leaf_of, placeholder_of
-from shardwise.modules.site import Site, Values, foreign_parameter
+from shardwise.modules.site import Original, Values, foreign_parameter
 from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 from shardwise.sharded.placement import Placement
 
@@ -66,8 +66,6 @@ class Dtypes:
             leaf.grad_dtype = None
 
 
-Original = tuple[str, nn.Parameter, tuple[Site, ...]]
-"""A parameter to be sharded: its fully qualified name, itself, and every attribute of a module that holds it."""
 MakeGradients = Callable[[int, torch.dtype, Sequence[ShardedParameter]], GradientShard]
 
 

@@ -26,8 +26,7 @@ from shardwise.modules.deferred_init.constructors import is_torchs
 from shardwise.modules.deferred_init.progress import DrawingProgress
 from shardwise.modules.deferred_init.seeds import Seeds
 from shardwise.modules.deferred_init.tape import Dependencies, Tape
-from shardwise.modules.site import Values, inherit
-from shardwise.modules.wrapping import UnitPlan
+from shardwise.modules.site import UnitPlan, Values, inherit
 
 Shard = Callable[[UnitPlan, Values], None]
 

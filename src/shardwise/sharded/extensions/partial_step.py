@@ -16,19 +16,14 @@ from torch.optim import Optimizer
 
 from shardwise.errors import UsageError
 from shardwise.sharded.parameter import Owner, ShardedParameter
+from shardwise.sharded.step_hooks import IS_PART
 
 Selected = list[list[Tensor]]
 """Some of an optimizer's parameters, by group."""
 
 _NAMES = "param_names"
-_IS_VIEW = "_shardwise_view"
-_OF_VIEWS = frozenset({_IS_VIEW, "param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"})
+_OF_VIEWS = frozenset({IS_PART, "param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"})
 """Attributes of a view that differ from the optimizer's."""
-
-
-def is_view(optimizer: Optimizer) -> bool:
-    """Whether it is a view (`view_of`) of an optimizer, for a step of some of its parameters."""
-    return _IS_VIEW in optimizer.__dict__
 
 
 def view_of(
@@ -54,7 +49,7 @@ def view_of(
         state=optimizer.state if state is None else state,
         _optimizer_step_pre_hooks=OrderedDict(),
         _optimizer_step_post_hooks=OrderedDict(),
-        **{_IS_VIEW: True},
+        **{IS_PART: True},
     )
     return view
 

@@ -8,18 +8,20 @@ import pytest
 from torch import nn
 
 import shardwise as sw
+from shardwise.engine.setup.planners import Units, planners_for
+from shardwise.engine.shard_core import assign_parameters, choose_units
 from shardwise.errors import ConfigError, LayoutError
-from shardwise.modules.wrapping import UnitPlan, Units, assign_parameters, choose_units
+from shardwise.modules.site import UnitPlan
 from tests.engine.rig import Block, Net
 
 
 def chosen(model: nn.Module, units: Units = None) -> list[str]:
-    return [fqn for fqn, _ in choose_units(model, units)]
+    return [fqn for fqn, _ in choose_units(model, planners_for(units))]
 
 
 def plans(model: nn.Module, units: Units = None) -> dict[str, list[str]]:
     """Parameters by unit."""
-    found = assign_parameters(model, choose_units(model, units), lambda parameter: False)
+    found = assign_parameters(model, choose_units(model, planners_for(units)))
     return {plan.fqn: [fqn for fqn, _, _ in plan.parameters] for plan in found}
 
 
@@ -105,10 +107,10 @@ def test_classes(units: Units) -> None:
 
 
 def test_nested_classes_give_nested_units() -> None:
-    found = assign_parameters(Net(1), choose_units(Net(1), {Block, nn.Linear}), lambda parameter: False)
+    found = assign_parameters(Net(1), choose_units(Net(1), planners_for({Block, nn.Linear})))
     assert [plan.fqn for plan in found] == [""]  # of another instance: nothing of it is here
     model = Net(1)
-    found = assign_parameters(model, choose_units(model, {Block, nn.Linear}), lambda parameter: False)
+    found = assign_parameters(model, choose_units(model, planners_for({Block, nn.Linear})))
     around = {plan.fqn: [ancestor.fqn for ancestor in plan.ancestors] for plan in found}
     assert around == {
         "": [],
@@ -163,7 +165,7 @@ def test_tied_weights_belong_to_the_lowest_common_ancestor_of_their_users() -> N
 def test_a_tied_parameter_has_all_its_sites() -> None:
     model = Hf()
     model.head.weight = model.embed.weight
-    (root, *_) = assign_parameters(model, choose_units(model, None), lambda parameter: False)
+    (root, *_) = assign_parameters(model, choose_units(model, planners_for(None)))
     sites = {fqn: [(site.module, site.name) for site in sites] for fqn, _, sites in root.parameters}
     assert sites["embed.weight"] == [(model.embed, "weight"), (model.head, "weight")]
 
@@ -176,7 +178,7 @@ def test_a_module_in_two_places_is_one_unit() -> None:
 
 def test_units_left_without_parameters_are_dropped() -> None:
     model = nn.ModuleList([nn.Sequential(Block()), nn.Sequential(Block()), nn.Sequential(nn.Tanh())])
-    found = assign_parameters(model, choose_units(model, {nn.Sequential, Block}), lambda parameter: False)
+    found = assign_parameters(model, choose_units(model, planners_for({nn.Sequential, Block})))
     assert [plan.fqn for plan in found] == ["", "0.0", "1.0"]
     assert all(isinstance(plan, UnitPlan) and [a.fqn for a in plan.ancestors] == [""] for plan in found[1:])
 
@@ -184,7 +186,7 @@ def test_units_left_without_parameters_are_dropped() -> None:
 def test_skipped_parameters_are_nobodys() -> None:
     model = Net(1)
     kept = model.enter.weight
-    found = assign_parameters(model, choose_units(model, None), lambda parameter: parameter is kept)
+    found = assign_parameters(model, choose_units(model, planners_for(None)), {id(kept)})
     assert "enter.weight" not in [fqn for plan in found for fqn, _, _ in plan.parameters]
 
 
@@ -255,4 +257,4 @@ class HandsOut(nn.Module):
 
 
 def test_an_embedding_that_is_handed_out_lies_in_no_block() -> None:
-    assert [fqn for fqn, _ in choose_units(HandsOut(), None)] == ["words.table", "layers.0", "layers.1"]
+    assert [fqn for fqn, _ in choose_units(HandsOut(), planners_for(None))] == ["words.table", "layers.0", "layers.1"]

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shardwise.engine.shard_core import CONTAINERS
 from shardwise.errors import LayoutError
 from shardwise.modules.memory import Extent, first_overlap
-from shardwise.modules.wrapping import CONTAINERS, Together, UnitPlan
+from shardwise.modules.site import UnitPlan
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 
@@ -99,7 +100,7 @@ def _check_scripted(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
 
 def _check_container(model: nn.Module, root: UnitPlan) -> None:
     """Refuse a container with parameters of its own: it is never called, so nothing would gather them."""
-    if isinstance(model, CONTAINERS) and not isinstance(model, Together) and root.parameters:
+    if isinstance(model, CONTAINERS) and model in root.modules and root.parameters:
         raise LayoutError(
             f"sw.shard of a {type(model).__name__}, which is never called, so nothing would gather its parameter "
             f"{root.parameters[0][0]!r}: shard the module that holds and calls it, or each module in it; or choose "

@@ -9,7 +9,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwise import device_tools
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import DifferentModelsError
@@ -49,23 +48,10 @@ def agree_on_layout(
         )
 
 
-def agree_on_init(on_device: bool, mesh: Mesh) -> None:
-    """Raise DifferentModelsError on every rank if ranks would draw initial numbers in different ways, or on kinds of
-    devices that draw different numbers from the same seed. Every rank must call this.
-
-    `on_device`: this rank is inside `init_on_device`.
-    """
-    if mesh.is_dry:
-        return
-    name = "CPU" if mesh.device.type == "cpu" else device_tools.name(mesh.device)
-    drawn = f"on its device ({name})" if on_device else "as the unsharded build does"
-    lowest, highest = _extremes(torch.tensor([_digest(drawn)], dtype=torch.int64, device=mesh.device), mesh)
-    if not torch.equal(lowest, highest):
-        raise DifferentModelsError(
-            f"this rank would draw initial values {drawn} and some rank would draw them in another way, so the values "
-            "would not belong to one model: call sw.shard inside sw.init_on_device() on every rank or on none; on "
-            "none if ranks have different kinds of devices"
-        )
+def is_same(text: str, mesh: Mesh) -> bool:
+    """Return whether all ranks give the same text. Every rank must call this."""
+    lowest, highest = _extremes(torch.tensor([_digest(text)], dtype=torch.int64, device=mesh.device), mesh)
+    return torch.equal(lowest, highest)
 
 
 def agree_on_values(named: Sequence[tuple[str, Tensor]], mesh: Mesh) -> list[str]:
