@@ -1,4 +1,4 @@
-"""Direct I/O: whole pages past the page cache (O_DIRECT), the memory for them, and early writeback of other bytes.
+"""Direct I/O: whole pages past the page cache (O_DIRECT), and the memory for them.
 
 A direct transfer moves bytes between the disk and the program's memory, in requests with a limited number of physically
 contiguous segments. With 4 KiB pages that is at most 1 MiB for each request; huge pages remove this limit.
@@ -6,7 +6,6 @@ contiguous segments. With 4 KiB pages that is at most 1 MiB for each request; hu
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 from contextlib import suppress
@@ -22,9 +21,6 @@ through it: writeback of that page would restore the old bytes beside them."""
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 """Errors of file systems that do not support direct I/O."""
 _HUGE_BYTES = 2 * 2**20
-_LEAST_WRITEBACK_BYTES = 2**20
-"""Smaller ranges are left to fsync, because the call costs more than it gains."""
-_WRITE = 2  # SYNC_FILE_RANGE_WRITE: start writing dirty pages, do not wait
 
 
 class Pages(NamedTuple):
@@ -53,17 +49,3 @@ def huge_page_buffer(nbytes: int) -> memoryview:
     address = int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
     start = -address % _HUGE_BYTES
     return memoryview(mapping)[start : start + nbytes]
-
-
-def begin_writeback(fd: int, start: int, nbytes: int) -> None:
-    """Start writing bytes [start, start + nbytes) of a file to disk. A hint: only fsync ensures that they are stored.
-
-    Does nothing if the operating system (other than Linux) or the file system does not support it.
-    """
-    if _sync_file_range is not None and nbytes >= _LEAST_WRITEBACK_BYTES:
-        _sync_file_range(fd, start, nbytes, _WRITE)
-
-
-_sync_file_range: ctypes._NamedFuncPointer | None = getattr(ctypes.CDLL(None), "sync_file_range", None)
-if _sync_file_range is not None:
-    _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]

@@ -20,7 +20,7 @@ from typing import Self
 import numpy as np
 
 from shardwise.checkpoint.io.checksums import Region, RegionSums
-from shardwise.files.direct import PAGE_BYTES, begin_writeback, cut_at_pages, huge_page_buffer
+from shardwise.files.direct import PAGE_BYTES, cut_at_pages, huge_page_buffer
 from shardwise.files.local_file import write_at, write_pages
 from shardwise.files.thread_pool import ThreadPool
 from shardwise.layout.ranges import Range
@@ -193,7 +193,6 @@ class _File:
         """
         with self._cached:
             write_at(self.fd, start, data)
-        begin_writeback(self.fd, start, len(data))
         return 0
 
     def write_pages(self, start: int, data: memoryview) -> int:
