@@ -1,4 +1,4 @@
 """Checkpoints of other kinds: torch DCP directories, full `.pt` files, Hugging Face directories.
 
-Nothing here needs several ranks, and only a bounded part of the tensors is in memory at one time.
+Nothing here needs several ranks, and one tensor is in memory at a time.
 """
