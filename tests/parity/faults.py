@@ -18,8 +18,7 @@ from shardwise.engine.lookup import require_engine
 from shardwise.engine.saved_tensors import SavedTensors
 from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.gradients import UnitGradients
-from shardwise.engine.units.parameters import UnitParameters
-from shardwise.engine.units.slices import Slices
+from shardwise.engine.units.parameters import Slices, UnitParameters
 from shardwise.engine.units.unit import Unit
 from shardwise.engine.unsharder import Unsharder
 from tests.parity.architectures import ARCHITECTURES

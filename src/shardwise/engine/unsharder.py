@@ -19,8 +19,7 @@ from shardwise.engine.collective_log import CollectiveLog
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.schedule import Phase, Schedule
 from shardwise.engine.units.arena import Arena, Slot, size_classes
-from shardwise.engine.units.parameters import ParameterState
-from shardwise.engine.units.slices import Slices
+from shardwise.engine.units.parameters import ParameterState, Slices
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import ConfigError
 from shardwise.registry import registered

@@ -14,7 +14,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.units.arena import Arena, Slot, size_classes
-from shardwise.engine.units.slices import Slices
+from shardwise.engine.units.parameters import Slices
 from shardwise.engine.units.unit import Unit
 from shardwise.engine.unsharder import Unsharder, sizes
 
