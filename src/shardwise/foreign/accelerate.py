@@ -33,18 +33,16 @@ def read_accelerate(
 
     Raises ConfigError, naming the key, for an invalid value or another `distributed_type`.
     """
-    section = ForeignSettings("Accelerate")
-    tree = SettingsTable(where, values, section)
+    settings = ForeignSettings("Accelerate")
+    tree = SettingsTable(where, values, settings)
     kind = tree.word("distributed_type", _KINDS) or "NO"
     fsdp, deepspeed = tree.values("fsdp_config"), tree.values("deepspeed_config")
     if kind == "FSDP":
-        settings = read_fsdp(fsdp, f"{where}: fsdp_config")
+        read_fsdp(fsdp, f"{where}: fsdp_config", settings)
     elif kind == "DEEPSPEED":
-        settings = _of_deepspeed(deepspeed, f"{where}: deepspeed_config", other_file)
+        _read_deepspeed(deepspeed, f"{where}: deepspeed_config", other_file, settings)
     else:
-        settings = ForeignSettings("")
         settings.set("parallel.strategy", "no_shard")
-    settings.library = section.library
     settings.ranks, settings.nodes = tree.whole("num_processes", least=1), tree.whole("num_machines", least=1)
     compute = tree.word("mixed_precision", {"no", "bf16", "fp16", "fp8"})
     if compute == "fp8":
@@ -57,18 +55,17 @@ def read_accelerate(
     if str(tree.table("dynamo_config").take("dynamo_backend") or "NO").upper() != "NO":
         settings.set("train.compile", True)
     tree.finish(_ABOUT_LAUNCHING)
-    for name in ("open", "without_effect", "without_equal"):
-        getattr(settings, name).extend(getattr(section, name))
     return settings
 
 
-def _of_deepspeed(
-    values: Mapping[str, Any], where: str, other_file: Callable[[str], Mapping[str, Any]]
-) -> ForeignSettings:
+def _read_deepspeed(
+    values: Mapping[str, Any], where: str, other_file: Callable[[str], Mapping[str, Any]], settings: ForeignSettings
+) -> None:
     """Read the section `deepspeed_config`, which either names a file of DeepSpeed's or has a few settings itself."""
-    named = SettingsTable(where, values, ForeignSettings("")).word("deepspeed_config_file")
+    named = SettingsTable(where, values, settings).word("deepspeed_config_file")
     if named is not None:
-        return read_deepspeed(other_file(named), named)
+        read_deepspeed(other_file(named), named, settings)
+        return
     rest = dict(values)
     zero: dict[str, Any] = {"stage": rest.pop("zero_stage", None)}
     for part in ("param", "optimizer"):
@@ -80,8 +77,8 @@ def _of_deepspeed(
         "gradient_clipping": rest.pop("gradient_clipping", None) or AUTO,
         "bf16": {"enabled": AUTO},
     }
-    settings = read_deepspeed(own, where)
+    read_deepspeed(own, where, settings)
     settings.open.remove("bf16.enabled")  # `mixed_precision` says it
-    section = SettingsTable(where, rest, settings)
-    section.finish({"zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher"})
-    return settings
+    SettingsTable(where, rest, settings).finish(
+        {"zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher"}
+    )

@@ -35,16 +35,17 @@ _ZERO_WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
-def read_deepspeed(values: Mapping[str, Any], where: str) -> ForeignSettings:
+def read_deepspeed(values: Mapping[str, Any], where: str, into: ForeignSettings | None = None) -> ForeignSettings:
     """Read DeepSpeed's configuration.
 
     Args:
         values: the parsed file.
         where: the file's name, for messages.
+        into: the settings to fill in; None = new ones.
 
     Raises ConfigError, naming the key, for a value that is invalid for DeepSpeed too.
     """
-    settings = ForeignSettings("DeepSpeed")
+    settings = into or ForeignSettings("DeepSpeed")
     tree = SettingsTable(where, values, settings)
     _read_zero(tree.table("zero_optimization"), settings)
     _read_precision(tree, settings)

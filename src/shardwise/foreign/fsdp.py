@@ -32,16 +32,17 @@ def strategy_of(asked: object, where: str) -> str:
     return name.lower()
 
 
-def read_fsdp(values: Mapping[str, Any], where: str) -> ForeignSettings:
+def read_fsdp(values: Mapping[str, Any], where: str, into: ForeignSettings | None = None) -> ForeignSettings:
     """Read the FSDP section of `accelerate config`, or the value of TrainingArguments.fsdp_config.
 
     Args:
         values: settings by key, with or without the prefix "fsdp_".
         where: the name of the section, for messages.
+        into: the settings to fill in; None = new ones.
 
     Raises ConfigError, naming the key, for an invalid value.
     """
-    settings = ForeignSettings("FSDP")
+    settings = into or ForeignSettings("FSDP")
     tree = SettingsTable(where, {key.removeprefix("fsdp_") or key: value for key, value in values.items()}, settings)
     version = tree.whole("version", least=1, most=2)
     reshards, strategy = tree.take("reshard_after_forward"), tree.take("sharding_strategy")
