@@ -62,6 +62,7 @@ class ShardwisePlugin(ShardArguments):
 
     `precision=None` is what the Accelerator's `mixed_precision` says: with "bf16" or "fp16" weights are gathered in
     that dtype, gradients are summed in fp32, masters are fp32, and Accelerate's autocast stays on in forward.
+    `units` may also be a list of names of classes.
     """
 
     ignored_modules: Iterable[nn.Module] | str | None = None
@@ -80,7 +81,7 @@ class ShardwisePlugin(ShardArguments):
         settings = fsdp_settings.settings_of(plugin)
         return cls(
             strategy=settings.get("parallel.strategy"),
-            units=fsdp_settings.units_of(settings),
+            units=settings.get("parallel.units"),
             precision=fsdp_settings.precision_of(plugin),
             offload=fsdp_settings.offload_of(plugin),
             ignored_modules=plugin.ignored_modules,
@@ -95,14 +96,13 @@ class ShardwisePlugin(ShardArguments):
 
         Raises ConfigError if the plugin names module classes that the model does not have.
         """
-        if isinstance(self.units, fsdp_settings.NamedClasses):
-            self.units.check_in(model)
         precision = self.precision
         if precision is None and mixed_precision in {"bf16", "fp16"}:
             precision = Precision(param=mixed_precision, reduce="fp32", master="fp32", cast_inputs=False)
         arguments = {name: getattr(self, name) for name in ARGUMENTS}
         ignored = [*self.ignored, *fsdp_settings.ignored_in(model, self.ignored_modules)]
-        shard(model, **{**arguments, "precision": precision, "ignored": ignored})
+        units = fsdp_settings.units_in(model, self.units)
+        shard(model, **{**arguments, "precision": precision, "ignored": ignored, "units": units})
         checkpoint_units(model, self.activation_checkpointing)
 
 

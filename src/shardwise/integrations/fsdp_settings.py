@@ -4,8 +4,7 @@ configuration file, and transformers from TrainingArguments.fsdp and .fsdp_confi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -37,24 +36,11 @@ def settings_of(plugin: Any) -> ForeignSettings:
     return read_fsdp({key: value for key, value in values.items() if value is not None}, _PLUGIN)
 
 
-@dataclass(frozen=True)
-class NamedClasses:
-    """A choice of units: all modules whose class has one of these names."""
-
-    names: tuple[str, ...]
-
-    def __call__(self, fqn: str, module: nn.Module) -> bool:
-        return type(module).__name__ in self.names
-
-    def check_in(self, model: nn.Module) -> None:
-        """Raise ConfigError for a name that no module's class has."""
-        classes_named(model, self.names, f"{_PLUGIN}: transformer_cls_names_to_wrap (transformer_layer_cls_to_wrap)")
-
-
-def units_of(settings: ForeignSettings) -> Callable[[str, nn.Module], bool] | int | None:
-    """Return the `units` that match FSDP's wrapping: by class name, by least size, or None for automatic units."""
-    units: list[str] | int | None = settings.get("parallel.units")
-    return NamedClasses(tuple(units)) if isinstance(units, list) else units
+def units_in(model: nn.Module, units: Any) -> Any:
+    """Return units as `sw.shard` takes them: classes of the model for a list of their names, other units as they are.
+    Raises ConfigError for a name that no module's class has."""
+    named = isinstance(units, list) and units and all(isinstance(name, str) for name in units)
+    return classes_named(model, units, "units (transformer_layer_cls_to_wrap)") if named else units
 
 
 def precision_of(plugin: Any) -> Precision | None:
