@@ -160,12 +160,6 @@ class Engine:
             self.reducer.allocate(self.units, self.nesting)
         self._is_allocated = True
 
-    def hand_over(self) -> None:
-        """Release everything but the units, because another engine takes them over."""
-        self.release()
-        for unit in self.units:
-            unit.leave()
-
     def release(self) -> None:
         """Free all slots until the next forward or backward allocates them again. To be called between steps, while no
         gradient waits to be reduced; every rank must call this."""

@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.protocol import Collectives
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.custom_reduction import forget_dropped
 from shardwise.engine.lookup import take_engine
@@ -21,6 +22,7 @@ from shardwise.errors import UsageError
 from shardwise.modules.site import UnitPlan
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
+from shardwise.sharded.placement import Placement
 
 T = TypeVar("T")
 
@@ -84,13 +86,17 @@ class Adoption:
         for module in [model.get_submodule(fqn) for fqn in self.below]:
             engine = take_engine(module)
             refuse_to_copy(module)
-            engine.hand_over()
+            engine.release()
+            for unit in engine.units:
+                if not _is_needed(unit):
+                    for handle in unit.handles:
+                        handle.remove()
 
     def _arrange(self, own: list[Unit], mesh: Mesh) -> list[Unit]:
         """Return all units, outermost first, after giving each the units around it and, if adopted, its name in the
         model."""
         by_module: dict[int, list[Unit]] = {}
-        for unit in (*own, *(unit for unit in self.units if unit.is_needed)):
+        for unit in (*own, *(unit for unit in self.units if _is_needed(unit))):
             for module in unit.modules:
                 by_module.setdefault(id(module), []).append(unit)
         names = {module: fqn for fqn, module in self.model.named_modules()}
@@ -100,8 +106,8 @@ class Adoption:
             for unit in by_module.pop(id(module), ()):
                 if unit not in ordered:
                     if unit in self.units:
-                        unit.rebase(names, mesh.shard)
-                    unit.lie_in(around)
+                        _rebase(unit, names, mesh.shard)
+                    unit.ancestors = around
                 ordered[unit] = None
                 around = (*around, unit)
             for child in module.children():
@@ -109,6 +115,25 @@ class Adoption:
 
         visit(self.model, ())
         return list(ordered)
+
+
+def _is_needed(unit: Unit) -> bool:
+    """Whether an engine has anything to do for the unit if it is not the root."""
+    return bool(unit.groups or unit.settings.inputs or unit.settings.output)
+
+
+def _rebase(unit: Unit, names: Mapping[nn.Module, str], collectives: Collectives) -> None:
+    """Move the unit to a model whose modules have these `names`, sharded over `collectives`. No communication."""
+    unit.fqn = "+".join(names[module] for module in unit.modules)
+    for group in unit.groups:
+        group.collectives = collectives
+        group.fqns = [f"{names[site.module]}.{site.name}".lstrip(".") for site, *_ in group.sites]
+        entries = zip(group.layout.entries, group.fqns, strict=True)
+        group.layout = replace(group.layout, entries=tuple(replace(entry, fqn=fqn) for entry, fqn in entries))
+        for tensors in (group.sharded, group.gradients.faces):
+            for index, tensor in enumerate(tensors):
+                tensor.placement = Placement(group.layout, index, collectives)
+    unit.parameters.move_to(collectives)
 
 
 def _check_same(name: str, asked: object, theirs: object, fqn: str) -> None:

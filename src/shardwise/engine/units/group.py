@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -223,16 +223,6 @@ class Group:
     def like(self, originals: Sequence[Original]) -> Group:
         """Return an empty group of the same kind and settings for other parameters of the same shapes."""
         return type(self)(originals, self.dtypes, self.collectives, self.align, self._make_gradients)
-
-    def rebase(self, names: Mapping[nn.Module, str], collectives: Collectives) -> None:
-        """Move the group to a model whose modules have these `names`, sharded over `collectives`. No communication."""
-        self.collectives = collectives
-        self.fqns = [f"{names[site.module]}.{site.name}".lstrip(".") for site, *_ in self.sites]
-        entries = tuple(replace(entry, fqn=fqn) for entry, fqn in zip(self.layout.entries, self.fqns, strict=True))
-        self.layout = replace(self.layout, entries=entries)
-        for faces in (self.sharded, self.gradients.faces):
-            for index, face in enumerate(faces):
-                face.placement = Placement(self.layout, index, collectives)
 
     # Faces ------------------------------------------------------------------------------------------------------
 

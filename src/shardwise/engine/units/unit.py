@@ -7,7 +7,7 @@ objects of their own: `parameters`, `gradients` and `calls`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.comm.protocol import Collectives
 from shardwise.engine.units.calls import UnitCalls
 from shardwise.engine.units.gradients import Key, UnitGradients
 from shardwise.engine.units.group import Group
@@ -95,7 +94,8 @@ class Unit:
         self.gradients = UnitGradients(self.groups)
         self.calls: UnitCalls[Unit] = UnitCalls()
         self.listener: Listener | None = None
-        self._handles: list[RemovableHandle] = []
+        self.handles: list[RemovableHandle] = []
+        """Of the hooks on its modules' forwards."""
         self._hooked_leaves: set[int] = set()
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class Unit:
         self.index = index
         is_first, self.listener = self.listener is None, listener
         if is_first:
-            self._handles = [
+            self.handles = [
                 *(m.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True) for m in self.modules),
                 *(
                     m.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True)
@@ -139,32 +139,10 @@ class Unit:
             ]
         self.hook_gradients()
 
-    def lie_in(self, ancestors: Sequence[Unit]) -> None:
-        """Set the units around this one, outermost first."""
-        self.ancestors = tuple(ancestors)
-
     @property
     def module(self) -> nn.Module:
         """The first of its modules."""
         return self.modules[0]
-
-    def rebase(self, names: Mapping[nn.Module, str], collectives: Collectives) -> None:
-        """Move to a model whose modules have these `names`, sharded over `collectives`. No communication."""
-        self.fqn = "+".join(names[module] for module in self.modules)
-        for group in self.groups:
-            group.rebase(names, collectives)
-        self.parameters.move_to(collectives)
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether an engine has anything to do for it if it is not the root."""
-        return bool(self.groups or self.settings.inputs or self.settings.output)
-
-    def leave(self) -> None:
-        """Leave the engine. If another engine would have nothing to do for the unit, remove its forward hooks."""
-        if not self.is_needed:
-            for handle in self._handles:
-                handle.remove()
 
     def hook_gradients(self) -> None:
         """Hook the leaves that require gradients and are not hooked yet."""
