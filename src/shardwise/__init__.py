@@ -57,7 +57,10 @@ _ATTACHED = {
     "before an optimizer's step": ("engine.setup.torch_patches:before_step",),
     "collectives": ("comm.backends.select:choose",),
     "engine": (
+        "engine.extensions.uncompiled:attach",
+        "engine.extensions.torch_func:attach",
         "engine.extensions.autocast:attach",
+        "engine.extensions.dtype_notes:attach",
         "engine.extensions.failed_backwards:attach",
         "engine.extensions.frozen_parameters:attach",
         "engine.extensions.gathered_parameters:attach",

@@ -97,7 +97,7 @@ class Finished:
 FINISHED = Finished()
 
 
-class Then:
+class ChainedWork:
     """A `Work` in two phases. The second begins when the first is complete, and only inside `wait`."""
 
     def __init__(self, first: Work, second: Callable[[], Work]) -> None:

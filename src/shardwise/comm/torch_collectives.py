@@ -23,7 +23,7 @@ from shardwise.comm.buffers import (
     slice_of,
 )
 from shardwise.comm.channel import Channel, StoreChannel
-from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, FlatSpan, Reduction, Then, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, ChainedWork, Combine, FlatSpan, Reduction, Work
 
 # torch 2.13 renamed these functions.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -83,7 +83,7 @@ class TorchCollectives(PrivateBuffers):
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
         """Reduce in place, or in a wider dtype and then back."""
         if after is not FINISHED:
-            return Then(after, lambda: self.all_reduce(tensor, op, label=label))
+            return ChainedWork(after, lambda: self.all_reduce(tensor, op, label=label))
         flat = real(tensor.detach()).view(-1)
         moving = _widened(flat)
         work = dist.all_reduce(moving, OPS[op], group=self._group, async_op=True)

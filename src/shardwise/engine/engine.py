@@ -40,7 +40,7 @@ from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Arguments, Unit
 from shardwise.engine.unsharder import unsharder_for
 from shardwise.errors import CollectiveTimeout, MismatchError, UsageError
-from shardwise.modules.graph_breaks import hide_from_dynamo, leave_uncompiled
+from shardwise.modules.graph_breaks import hide_from_dynamo
 from shardwise.modules.transforms import are_none, outside_transforms
 from shardwise.modules.trees import cast_tensors, exchange_tensors, mark_first_input, output_tensors
 from shardwise.policy.precision import Precision
@@ -206,8 +206,6 @@ class Engine:
     def _enter_forward(self, unit: Unit) -> Place:
         """Unshard the unit and let its modules hold the full parameters."""
         recompute = torch._C._current_graph_task_id() != -1
-        if torch.is_grad_enabled():
-            self.saved.check()
         if not recompute and (unit is self.root or not self.forwards.are_around):
             self._begin_step(unit)
         for hook in self.hooks.begin_forward:
@@ -244,6 +242,14 @@ class Engine:
         return ForwardPass(self._passes)
 
     @hide_from_dynamo
+    def forward_raised(self, unit: Unit, module: nn.Module, given: Arguments) -> None:
+        """React to a forward that returned None: it raised, unless its module returns nothing."""
+        error = unit.calls.error
+        if error is not None:
+            for hook in self.hooks.forward_raised:
+                hook(unit, module, given, error)
+
+    @hide_from_dynamo
     def post_forward(self, unit: Unit, output: object) -> object:
         """End a unit's forward, which returned or raised (then `output` is None and the return value is ignored)."""
         call = unit.calls.end_forward()
@@ -269,8 +275,6 @@ class Engine:
     def _end_forward(self, unit: Unit, call: Call[Unit], output: object) -> object:
         place = self.saved.leave()
         failure = call.error if output is None else None
-        if failure is not None:
-            self.saved.explain(failure)
         if unit.settings.output is not None:
             output = cast_tensors(output, unit.settings.output)
         if failure is None:
@@ -348,7 +352,6 @@ class Engine:
         """Begin an outermost forward: clear up after an interrupted step and follow the user's changes.
 
         If the root is only a container (of a GAN's two halves), all calls up to a backward make one step."""
-        leave_uncompiled()
         self.saved.drain()
         self.clear_up()
         self.unsharder.begin(self.units)

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from shardwise.engine.saved_tensors import Place
 from shardwise.engine.units.calls import Call
-from shardwise.engine.units.unit import Unit
+from shardwise.engine.units.unit import Arguments, Unit
 
 
 class Forwards(list[tuple[Unit, Any]]):
@@ -41,6 +43,8 @@ class EngineHooks:
     """Called when a unit's forward begins, before anything of it is gathered."""
     prefetched: list[Callable[[], None]] = field(default_factory=list)
     """Called when a unit has been unsharded, and those that come next are being gathered."""
+    forward_raised: list[Callable[[Unit, nn.Module, Arguments, BaseException], None]] = field(default_factory=list)
+    """Called with a unit whose forward raised, its module and arguments, and the error, to which notes may be added."""
     end_forward: list[Callable[[Place, bool], Sequence[Call[Unit]]]] = field(default_factory=list)
     """Called with a call that is over, and whether it raised. Returns further calls that are over then."""
     end_backward: list[Callable[[], None]] = field(default_factory=list)

@@ -19,7 +19,7 @@ from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.calls import Call, ForwardPass
 from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Unit
-from shardwise.errors import StaleWeightsError, UsageError
+from shardwise.errors import StaleWeightsError
 from shardwise.registry import registered
 
 _autograd: Any = torch._C._autograd
@@ -37,7 +37,6 @@ Place = tuple[ForwardPass[Unit], Call[Unit]]
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 """Classes without handles of their own: checked first, many times a step."""
-_FUNC_WAY_OUT = "Apply the torch.func transform outside the unit, in sw.unsharded(model)"
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes three times as long to make, and many are made
@@ -103,15 +102,6 @@ class SavedTensors:
         """For each call under way, the hooks that were activated for it."""
         self._buried: list[Hooks] = []
 
-    @staticmethod
-    def check() -> None:
-        """Raise UsageError if saved-tensor hooks are disabled."""
-        if not _autograd._saved_tensors_hooks_is_enabled():
-            raise UsageError(
-                "a sharded unit ran where saved-tensor hooks are disabled (torch.func.grad, vjp, jvp, vmap over "
-                f"grad): its saved parameters could not be tracked. {_FUNC_WAY_OUT}"
-            )
-
     @property
     def innermost(self) -> Place | None:
         """The call under way that began last, with its forward pass."""
@@ -158,12 +148,6 @@ class SavedTensors:
         _autograd._pop_saved_tensors_default_hooks()
         self._active = [held for held in self._active if held is not hooks]
         return True
-
-    @staticmethod
-    def explain(error: BaseException | None) -> None:
-        """Add the way out to the error that torch raises when a torch.func transform inside a unit meets the hooks."""
-        if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error) and not hasattr(error, "__notes__"):
-            error.add_note(f"shardwise: {_FUNC_WAY_OUT}")
 
     def drain(self) -> None:
         """Deactivate hooks that an interrupted forward left behind."""

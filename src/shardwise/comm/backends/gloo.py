@@ -23,7 +23,7 @@ from shardwise.comm.backends.rank_order_sum import RankOrderSum, pieces_of, shar
 from shardwise.comm.backends.signature import Reasons, in_words, mismatch, sign
 from shardwise.comm.buffers import PrivateBuffers, check_reductions, received_parts, sent_parts, slice_of
 from shardwise.comm.channel import timeout_s
-from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, FlatSpan, Reduction, Then, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, ChainedWork, Combine, FlatSpan, Reduction, Work
 from shardwise.errors import CollectiveTimeout, ShardwiseError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class GlooCollectives(PrivateBuffers):
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
         """Up to SMALL_BYTES, send everything to every peer; else do a reduce-scatter and an all-gather."""
         if after is not FINISHED:
-            return Then(after, lambda: self.all_reduce(tensor, op, label=label))
+            return ChainedWork(after, lambda: self.all_reduce(tensor, op, label=label))
         flat = tensor.detach().view(-1)
         post = self._post(sign("all_reduce", label, flat.numel(), flat.dtype, op))
         if flat.numel() * flat.itemsize <= SMALL_BYTES:
@@ -97,7 +97,7 @@ class GlooCollectives(PrivateBuffers):
             return FINISHED
         parts = shares(flat, self.world_size)
         summed = self._reduce(post, [_ReduceScatter(parts, parts[self.rank], False, op)])
-        return Then(summed, lambda: self._gather(post, [parts]))
+        return ChainedWork(summed, lambda: self._gather(post, [parts]))
 
     @torch.no_grad()
     def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:

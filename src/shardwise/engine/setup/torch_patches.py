@@ -18,8 +18,8 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
 
 from shardwise.engine.extensions.failed_backwards import tell_of_errors
+from shardwise.engine.extensions.uncompiled import leave_uncompiled
 from shardwise.errors import UsageError
-from shardwise.modules.graph_breaks import leave_uncompiled
 from shardwise.sharded.optimizer_state import cut_state
 from shardwise.sharded.parameter import Owner, ShardedParameter, outer_face
 from shardwise.sharded.waiting import WaitingGradient

@@ -20,7 +20,6 @@ from shardwise.engine.units.gradients import Key, UnitGradients
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.parameters import UnitParameters
 from shardwise.errors import UsageError
-from shardwise.modules.dtypes import explain
 from shardwise.modules.site import Values
 from shardwise.sharded.parameter import ShardedParameter
 
@@ -51,6 +50,10 @@ class Listener(Protocol):
 
     def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Called when a forward begins. Returns its arguments."""
+
+    def forward_raised(self, unit: Unit, module: nn.Module, given: Arguments) -> None:
+        """Called before `post_forward` with the unit's module and its arguments, if its forward raised or returned
+        None."""
 
     def post_forward(self, unit: Unit, output: object) -> object:
         """Called when a forward is over, or raised (then `output` is None). Returns its output."""
@@ -216,6 +219,5 @@ class Unit:
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         assert self.listener is not None
         if output is None:
-            dtypes = {group.dtypes.compute for group in self.groups}
-            explain(self.calls.error, str(self), module, dtypes, (args, kwargs))
+            self.listener.forward_raised(self, module, (args, kwargs))
         return self.listener.post_forward(self, output)

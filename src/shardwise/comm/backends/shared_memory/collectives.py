@@ -30,7 +30,17 @@ from shardwise.comm.buffers import (
     slice_of,
 )
 from shardwise.comm.channel import timeout_s
-from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, BufferKind, Combine, FlatSpan, Reduction, Then, Work
+from shardwise.comm.protocol import (
+    FINISHED,
+    AllToAllPart,
+    Buffer,
+    BufferKind,
+    ChainedWork,
+    Combine,
+    FlatSpan,
+    Reduction,
+    Work,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -159,7 +169,7 @@ class ShmCollectives(NoStreams):
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
         """Reduce in place if the tensor is in a reduce buffer, else through the stages, in pieces of STAGE_BYTES."""
         if after is not FINISHED:
-            return Then(after, lambda: self.all_reduce(tensor, op, label=label))
+            return ChainedWork(after, lambda: self.all_reduce(tensor, op, label=label))
         flat = tensor.detach().view(-1)
         shared = self._reduce_buffers.get(flat.untyped_storage().data_ptr())
         if shared is None:

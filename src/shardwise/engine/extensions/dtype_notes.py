@@ -1,4 +1,4 @@
-"""Error messages about dtypes: weights and inputs or buffers of different dtypes."""
+"""Notes on torch's errors about mixed dtypes: weights, and inputs or buffers, of different dtypes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.engine.engine import Engine
+from shardwise.engine.units.unit import Arguments, Unit
 
-def explain(
-    error: BaseException | None, unit: str, module: nn.Module, computes_in: Collection[torch.dtype], given: object
-) -> None:
-    """Add a note to the error that torch raises for mixed dtypes: the unit, the two dtypes and how to fix it.
 
-    Args:
-        error: the exception that the unit's forward raised; any other error is left alone.
-        unit: the unit, in words.
-        module: the unit's module.
-        computes_in: dtypes of its gathered parameters.
-        given: its arguments, a pytree.
-    """
+def _explain(unit: Unit, module: nn.Module, given: Arguments, error: BaseException) -> None:
+    """Add a note to the error that torch raises for mixed dtypes: the unit, the two dtypes and how to fix it. Any other
+    error is left alone."""
     if not isinstance(error, RuntimeError) or "type" not in str(error) or hasattr(error, "__notes__"):
         return
+    computes_in = unit.parameters.compute_dtypes
     weights = _names(dtype for dtype in computes_in if dtype.is_floating_point)
     others = _names(_foreign([leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)], computes_in))
     buffers = [name for name, buffer in module.named_buffers() if _foreign([buffer], computes_in)]
@@ -49,3 +44,8 @@ def _foreign(tensors: Iterable[Tensor], computes_in: Collection[torch.dtype]) ->
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:
     return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def attach(engine: Engine) -> None:
+    """Called with each engine that has its units."""
+    engine.hooks.forward_raised.append(_explain)
