@@ -83,6 +83,7 @@ _ATTACHED = {
             "read_whole",
             "random_fill",
             "loss_scaling",
+            "offloaded",
             "reductions",
             "unit_gather",
             "dcp_chunks",

@@ -12,6 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.offload.resting_state import RestingState
+from shardwise.sharded.extensions.offloaded import slice_of
 from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins
 from tests.engine.streams import played
@@ -42,7 +43,7 @@ def same_bits_in_order(
         same_states(twins)
     assert order.races == []
     parameters = [p for p in twins.sharded.parameters() if isinstance(p, ShardedParameter)]
-    assert all((p.home is not None) == (offload.params is not None) for p in parameters)
+    assert all((slice_of(p) is not None) == (offload.params is not None) for p in parameters)
     kept = {type(v) for s in twins.optimizers[1].state.values() for v in s.values() if isinstance(v, ShardedParameter)}
     assert kept == {RestingState if offload.optimizer is not None else ShardedParameter}
 

@@ -25,8 +25,8 @@ from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
 from shardwise.offload.media.device_buffers import DeviceBuffers
 from shardwise.offload.media.host_memory import HostMemory
+from shardwise.offload.offloaded_slice import OffloadedSlice, SliceState
 from shardwise.offload.shard_store import BUFFERS, ShardStore
-from shardwise.offload.slice_home import HomeState, SliceHome
 from shardwise.offload.stores import any_offloaded
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
@@ -63,11 +63,11 @@ def store_of(model: nn.Module) -> ShardStore:
     return found
 
 
-def homes_of(model: nn.Module) -> list[SliceHome]:
+def slices_of(model: nn.Module) -> list[OffloadedSlice]:
     units = require_engine(model).units
-    homes = [group.gradients.home for unit in units for group in unit.groups if group.trainable]
-    assert all(homes)
-    return homes  # type: ignore[return-value]
+    slices = [group.gradients.slice for unit in units for group in unit.groups if group.trainable]
+    assert all(slices)
+    return slices  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -201,12 +201,12 @@ def test_gradients_that_users_keep_are_theirs() -> None:
             twins.same_parameters()
         for held, before in zip(kept, numbers, strict=True):
             assert torch.equal(getattr(held, "local", held), before)
-        homes = len({id(home) for home in homes_of(twins.sharded)})
-        assert store_of(twins.sharded).medium.nbytes >= 4096 * homes
+        slices = len({id(each) for each in slices_of(twins.sharded)})
+        assert store_of(twins.sharded).medium.nbytes >= 4096 * slices
     assert order.races == []
 
 
-@pytest.mark.parametrize("place", [None, ALONE], ids=["at hand", "at home"])
+@pytest.mark.parametrize("place", [None, ALONE], ids=["on device", "offloaded"])
 @on_ranks(2)
 def test_gradients_that_were_replaced_and_kept_are_not_added_to(place: dict[str, Any] | None) -> None:
     offload = None if place is None else sw.Offload(pin=False, **place)
@@ -328,7 +328,7 @@ def test_slices_that_are_only_read_do_not_go_back() -> None:
         model = sw.shard(seeded(lambda: Net(6)), offload=sw.Offload(pin=False, **ALONE))
         squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
         store_of(model).finish()
-        with mock.patch.object(HostMemory, "write", side_effect=AssertionError("a gradient went home")):
+        with mock.patch.object(HostMemory, "write", side_effect=AssertionError("a gradient was written")):
             torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             for kind in (torch.optim.AdamW, sw.optim.AdamWBF16):
                 kind(model.parameters(), lr=0.1).step()
@@ -507,7 +507,7 @@ def test_copies_and_models_whose_memory_was_released() -> None:
         twins.train(2)
         copied = copy.deepcopy(twins.sharded)
         squares(copied, twins.batch()).backward()  # type: ignore[no-untyped-call]
-        assert all(home.state is not HomeState.READING for home in homes_of(copied))
+        assert all(each.state is not SliceState.READING for each in slices_of(copied))
         sw.release(twins.sharded)
         assert store_of(twins.sharded).ring_bytes == 0
         twins.backward()
@@ -552,8 +552,8 @@ def test_a_larger_unit_that_trains_later() -> None:
         expected, _ = run(None)
         found, model = run(sw.Offload(pin=False, **ALONE))
         assert all(map(torch.equal, found, expected))
-        homes = homes_of(model)
-        assert store_of(model).ring_bytes == len(homes) * max(home.nbytes for home in homes)
+        slices = slices_of(model)
+        assert store_of(model).ring_bytes == len(slices) * max(each.nbytes for each in slices)
     assert order.races == []
 
 
@@ -699,7 +699,7 @@ def test_norms_of_several_groups_are_formed_beside_replicas() -> None:
 
 
 @on_ranks(2)
-def test_steps_in_backward_leave_nothing_to_go_home() -> None:
+def test_steps_in_backward_leave_nothing_to_write() -> None:
     steps_in_backward(sw.Offload(pin=False, **ALONE))
     with played() as order:
         twins = Twins(offload=sw.Offload(pin=False, **ALONE))
@@ -710,7 +710,7 @@ def test_steps_in_backward_leave_nothing_to_go_home() -> None:
             sw.optimizer_in_backward(twins.sharded, twins.optimizers[1])
         lines = ["shardwise: Offload(gradients='cpu') has no effect with sw.optimizer_in_backward, which frees each"]
         assert [str(one.message)[: len(lines[0])] for one in told] == lines[: int(dist.get_rank() == 0)]
-        with mock.patch.object(HostMemory, "write", side_effect=AssertionError("a gradient went home")):
+        with mock.patch.object(HostMemory, "write", side_effect=AssertionError("a gradient was written")):
             for _ in range(2):
                 twins.backward()
                 twins.step()
@@ -723,20 +723,20 @@ def test_steps_in_backward_leave_nothing_to_go_home() -> None:
 @on_ranks(2)
 def test_slices_that_are_added_to_come_while_backward_computes() -> None:
     """Read since their unit's backward began, not when the sum wants them."""
-    states: list[HomeState] = []
+    states: list[SliceState] = []
 
-    def come(home: SliceHome) -> Tensor:
-        states.append(home.state)
-        return usual(home)
+    def load(each: OffloadedSlice) -> Tensor:
+        states.append(each.state)
+        return usual(each)
 
-    usual = SliceHome.come
-    with played() as order, mock.patch.object(SliceHome, "come", come):
+    usual = OffloadedSlice.load
+    with played() as order, mock.patch.object(OffloadedSlice, "load", load):
         model = sw.shard(seeded(lambda: Net(6)), offload=sw.Offload(pin=False, **ALONE))
         for step in range(3):
             squares(model, batch(step)).backward()  # type: ignore[no-untyped-call]
     assert order.races == []
-    assert len([state for state in states if state is not HomeState.HERE]) == 2 * len(homes_of(model))
-    assert states.count(HomeState.RESTING) <= 2, "the root's alone, whose backward begins first and ends last"
+    assert len([state for state in states if state is not SliceState.RESIDENT]) == 2 * len(slices_of(model))
+    assert states.count(SliceState.OFFLOADED) <= 2, "the root's alone, whose backward begins first and ends last"
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
@@ -779,15 +779,15 @@ def test_an_order_that_is_missing_would_be_found(fault: str) -> None:
         assert races() != []
 
 
-def two_slices() -> tuple[HostMemory, SliceHome, SliceHome]:
+def two_slices() -> tuple[HostMemory, OffloadedSlice, OffloadedSlice]:
     """At rest, with zeros; the ring has two buffers, of which the one that is given back first is taken first."""
     medium = HostMemory(torch.device("cpu"), "gradients", pin=False)
     store = ShardStore(medium)
-    one, two = (SliceHome(store, 1024, torch.float32) for _ in range(2))
-    for home in (one, two):
-        home.begin_anew()
-        home.leave()
-        home.finish()
+    one, two = (OffloadedSlice(store, 1024, torch.float32) for _ in range(2))
+    for each in (one, two):
+        each.begin_anew()
+        each.leave()
+        each.finish()
     return medium, one, two
 
 

@@ -21,6 +21,7 @@ from shardwise.offload import host_step, host_threads
 from shardwise.offload.host_step import HostStep
 from shardwise.offload.media.host_memory import HostMemory
 from shardwise.offload.stores import of_owner
+from shardwise.sharded.extensions.offloaded import OffloadedParameter
 from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
@@ -139,9 +140,8 @@ def test_nothing_in_host_memory_is_copied_for_a_step() -> None:
             squares(model, batch(step)).backward()  # type: ignore[no-untyped-call]
             for parameter in model.parameters():  # what waits to be written is written
                 for tensor in (parameter, parameter.grad):
-                    assert isinstance(tensor, ShardedParameter)
-                    assert tensor.home is not None
-                    tensor.home.in_host_memory()
+                    assert isinstance(tensor, OffloadedParameter)
+                    tensor.slice.in_host_memory()
             copies = [mock.patch.object(HostMemory, way, side_effect=AssertionError(way)) for way in ("read", "write")]
             with copies[0], copies[1]:
                 optimizer.step()
@@ -159,9 +159,8 @@ def test_gradients_at_rest_are_clipped_there(clips: Callable[..., Tensor]) -> No
         for each in (model, on_device):
             squares(each, batch(1)).backward()  # type: ignore[no-untyped-call]
         for parameter in model.parameters():
-            assert isinstance(parameter.grad, ShardedParameter)
-            assert parameter.grad.home is not None
-            parameter.grad.home.in_host_memory()
+            assert isinstance(parameter.grad, OffloadedParameter)
+            parameter.grad.slice.in_host_memory()
         copies = [mock.patch.object(HostMemory, way, side_effect=AssertionError(way)) for way in ("read", "write")]
         with copies[0], copies[1]:
             norm = clips(model.parameters(), 0.1)

@@ -26,10 +26,11 @@ from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
 from shardwise.files.scratch_file import ScratchFile
 from shardwise.offload.media.disk import Disk, OnThread
+from shardwise.offload.offloaded_slice import OffloadedSlice, SliceState
 from shardwise.offload.resting_state import RestingState
 from shardwise.offload.shard_store import BUFFERS, ShardStore
-from shardwise.offload.slice_home import HomeState, SliceHome
 from shardwise.sharded.extensions.few_bits import FewBitsParameter
+from shardwise.sharded.extensions.offloaded import slice_of, slices_of
 from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
 from tests.offload.rig import LEAST, Adapted, amsgrad, go_on, momentum, plain_adam, resident, shared_folder
@@ -67,7 +68,7 @@ def test_the_same_bits(
 ) -> None:
     offload = places(of)
     twins = Twins(build, optimizer=optimizer, strategy=strategy, offload=offload)
-    assert all(p.home is not None for p in twins.sharded.parameters() if isinstance(p, ShardedParameter))
+    assert all(slice_of(p) is not None for p in twins.sharded.parameters())
     for _ in range(3):
         twins.train(1)
     same_states(twins)
@@ -157,7 +158,7 @@ def test_a_base_in_few_bits_is_on_disk_as_well(bits: str, of: dict[str, Any]) ->
     kept, usual = Twins(Adapted, offload=offload, **options), Twins(Adapted, **options)  # type: ignore[arg-type]
     frozen = [p for p in kept.sharded.parameters() if isinstance(p, FewBitsParameter)]
     assert len(frozen) == 5
-    assert all(p.home is not None for p in frozen)
+    assert all(p.slice is not None for p in frozen)
     alike(kept, usual, 2)
     sw.checkpoint.save(f"{offload.path}/one", kept.sharded, kept.optimizers[1])
     whole = sw.full_state_dict(usual.sharded, rank0_only=False)
@@ -217,14 +218,14 @@ def test_users_read_and_write_it_like_any_other() -> None:
     full = [sw.full_state_dict(each.sharded, rank0_only=False) for each in (twins, usual)]
     assert all(torch.equal(full[0][name], full[1][name]) for name in full[1])
     replica = copy.deepcopy(twins.sharded)
-    assert all(p.home is not q.home for p, q in zip(replica.parameters(), twins.sharded.parameters(), strict=True))
+    assert len(slices_of([*replica.parameters(), *twins.sharded.parameters()])) == 2 * len(slices(twins))
     expected = squares(usual.sharded, batch(0))
     for model in (twins.sharded, replica):
         loss = squares(model, batch(0))
         assert torch.equal(loss, expected)
         loss.backward()
     sw.release(twins.sharded)
-    assert store(twins).ring_bytes == 0 or any(home.state is HomeState.HERE for home in homes(twins))
+    assert store(twins).ring_bytes == 0 or any(each.state is SliceState.RESIDENT for each in slices(twins))
     assert torch.equal(squares(twins.sharded, batch(0)), expected)
 
 
@@ -233,8 +234,8 @@ def usual_piece(usual: Twins) -> Tensor:
     return found
 
 
-def homes(twins: Twins) -> list[SliceHome]:
-    return [g.home for unit in twins.engine.units for g in unit.groups if g.home is not None]
+def slices(twins: Twins) -> list[OffloadedSlice]:
+    return [g.slice for unit in twins.engine.units for g in unit.groups if g.slice is not None]
 
 
 @on_ranks(1)
@@ -246,15 +247,15 @@ def test_the_ring_is_all_that_is_in_memory_and_is_read_ahead() -> None:
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     begun = []
-    read_ahead = SliceHome.read_ahead
+    read_ahead = OffloadedSlice.read_ahead
 
-    def watched(self: SliceHome) -> None:
+    def watched(self: OffloadedSlice) -> None:
         was = self.state
         read_ahead(self)
-        begun.append(was is HomeState.RESTING and self.state is HomeState.READING)
+        begun.append(was is SliceState.OFFLOADED and self.state is SliceState.READING)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SliceHome, "read_ahead", watched)
+        patch.setattr(OffloadedSlice, "read_ahead", watched)
         model = train_large(32, f"{path}/large")
     assert sum(begun) > 24, "all but the first units are, in each pass"
     (ring,) = shard_stores(require_engine(model))
@@ -417,7 +418,7 @@ def test_steps_and_loads_after_a_failure_leave_no_slice_half_way() -> None:
                 twins.optimizers[1].step()
         twins.optimizers[1].zero_grad()
         sw.checkpoint.load(f"{path}/one", twins.sharded, twins.optimizers[1])
-        assert all(home.state in (HomeState.RESTING, HomeState.HERE) for home in homes(twins))
+        assert all(each.state in (SliceState.OFFLOADED, SliceState.RESIDENT) for each in slices(twins))
     twins.train(2)
 
 
@@ -426,11 +427,11 @@ def test_steps_and_loads_after_a_failure_leave_no_slice_half_way() -> None:
 def test_an_interrupt_while_a_slice_is_waited_for_loses_nothing(what: str) -> None:
     disk = Disk(Path(shared_folder()), "weights")
     store = ShardStore(disk)
-    first, second = (SliceHome(store, 5000, torch.float32) for _ in range(2))
+    first, second = (OffloadedSlice(store, 5000, torch.float32) for _ in range(2))
     store.take_room()
-    for home, number in ((first, 1.0), (second, 2.0)):
-        home.begin_anew()
-        home.flat().fill_(number)
+    for each, number in ((first, 1.0), (second, 2.0)):
+        each.begin_anew()
+        each.flat().fill_(number)
     store.finish()
     go_on, whole = threading.Event(), getattr(ScratchFile, what)
 
@@ -447,7 +448,7 @@ def test_an_interrupt_while_a_slice_is_waited_for_loses_nothing(what: str) -> No
         patch.setattr(ScratchFile, what, slow)
         patch.setattr(OnThread, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            (first.finish if what == "write" and first.let_go() is None else first.come)()
+            (first.finish if what == "write" and first.let_go() is None else first.load)()
     assert store.take_free_buffer().data_ptr() != first._buffer.data_ptr()  # type: ignore[union-attr]
     go_on.set()
     assert (first.flat() == (3.0 if what == "write" else 1.0)).all()

@@ -20,6 +20,7 @@ from shardwise import accelerators, device_tools
 from shardwise.layout.flat import round_up
 from shardwise.offload import host_threads
 from shardwise.offload.media.device_buffers import follow
+from shardwise.sharded.extensions.offloaded import slice_of, slices_of
 from shardwise.sharded.extensions.partial_step import step_view, view_of
 from shardwise.sharded.parameter import ShardedParameter, piece_in
 
@@ -91,11 +92,11 @@ class HostStep:
     # By portions ------------------------------------------------------------------------------------------------------
 
     def bring(self, parameters: Sequence[ShardedParameter]) -> None:
-        """Begin to copy to the host what the step of these parameters needs and has no home. Does nothing if that has
-        begun."""
+        """Begin to copy to the host what the step of these parameters needs and is not offloaded. Does nothing if that
+        has begun."""
         if any(brought is parameters for brought, _ in self._coming):
             return
-        pieces = [t for p in parameters for t in (p, p.grad) if isinstance(t, ShardedParameter) and t.home is None]
+        pieces = [t for p in parameters for t in (p, p.grad) if isinstance(t, ShardedParameter) and slice_of(t) is None]
         nbytes = sum(round_up(tensor.local.nbytes, _ALIGN_BYTES) for tensor in pieces)
         buffer = self._take_buffer(nbytes)
         staged: dict[int, _Staged] = {}
@@ -144,11 +145,11 @@ class HostStep:
 
     def _piece(self, tensor: ShardedParameter, brought: _Brought) -> _Staged:
         """Return the tensor's piece in host memory, with a version of its own."""
-        home = tensor.home
-        if home is None:
+        own = slice_of(tensor)
+        if own is None:
             staged = brought.pieces[id(tensor)]
             return _Staged(staged.host.data, staged.device)
-        resting = home.in_host_memory()
+        resting = own.in_host_memory()
         if resting is not None:
             return _Staged(piece_in(resting, tensor).data, None)
         piece = tensor.peek()  # on a disk, or somebody holds a view of its buffer on the device
@@ -163,11 +164,11 @@ class HostStep:
             for staged in written.values():
                 if staged.device is not None:
                     staged.device.copy_(staged.host, non_blocking=True)
-        if any(tensor.home is not None for tensor in written):
+        slices = slices_of(written)
+        if slices:
             follow(accelerators.current_stream(self._device), [self._up.record_event()])
-        for tensor in written:
-            if tensor.home is not None:
-                tensor.home.note_write()
+        for own in slices:
+            own.note_write()
 
     def finish(self) -> None:
         """Have the current stream wait for all copies. Forgets what was brought and not stepped."""

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from shardwise.errors import UsageError
 from shardwise.offload.media.medium import Medium
-from shardwise.sharded.parameter import Home, ShardedParameter
+from shardwise.sharded.extensions.offloaded import Slice, slices_of
 
 BUFFERS = 4
 """Buffers of the ring, each as large as the largest slice: one is in use, others are read ahead and written back."""
 
 
 class Holder(Protocol):
-    """A slice with a buffer, as `ShardStore` sees it (`SliceHome`)."""
+    """A slice with a buffer, as `ShardStore` sees it (`OffloadedSlice`)."""
 
     @property
     def is_being_read(self) -> bool:
@@ -100,8 +100,8 @@ class ShardStore:
         buffers are held, allocates one more. Raises UsageError if the medium has no room or has failed.
         """
         while (buffer := self.take_free_buffer()) is None:
-            writing = [home for home in self._held if home.is_being_written]
-            reading = [home for home in self._held if home.is_being_read]
+            writing = [each for each in self._held if each.is_being_written]
+            reading = [each for each in self._held if each.is_being_read]
             if not writing and not reading:
                 return self._new_buffer()
             (writing[0] if writing else reading[-1]).finish()
@@ -110,8 +110,8 @@ class ShardStore:
     def take_free_buffer(self) -> Tensor | None:
         """Return a buffer that is free without waiting, or None. Raises as `take_buffer`."""
         self.take_room()  # for slices of a model's copies
-        for home in [home for home in self._held if home.is_written]:
-            home.finish()
+        for each in [each for each in self._held if each.is_written]:
+            each.finish()
         if self._made < min(BUFFERS, self._slices):
             return self._new_buffer()
         return self._free.popleft() if self._free else None
@@ -131,13 +131,13 @@ class ShardStore:
         while self._free:
             self._drop(self._free.pop())
 
-    def hold(self, home: Holder) -> None:
+    def hold(self, held: Holder) -> None:
         """Note that a slice has taken a buffer."""
-        self._held[home] = None
+        self._held[held] = None
 
-    def give_back(self, home: Holder, buffer: Tensor) -> None:
+    def give_back(self, held: Holder, buffer: Tensor) -> None:
         """Take a buffer back from a slice."""
-        del self._held[home]
+        del self._held[held]
         if self._made > BUFFERS or buffer.nbytes < self._buffer_bytes:
             self._drop(buffer)
         else:
@@ -145,20 +145,20 @@ class ShardStore:
 
     def make_way(self) -> None:
         """Let go of all slices that are in a buffer and that nobody holds a view of."""
-        for home in list(self._held):
-            home.let_go()
+        for each in list(self._held):
+            each.let_go()
 
     def finish(self) -> None:
         """Wait until everything that was written to slices is on the medium. Raises UsageError if that fails."""
         self.make_way()
-        for home in list(self._held):
-            home.finish()
+        for each in list(self._held):
+            each.finish()
 
     def notice_failures(self) -> None:
         """Wait for transfers under way, so that the medium knows of their errors. Does not raise them."""
-        for home in list(self._held):
+        for each in list(self._held):
             with suppress(UsageError):
-                home.finish()
+                each.finish()
 
     def release(self) -> None:
         """Write everything back and free the ring until its next use. Raises UsageError if a transfer fails."""
@@ -166,17 +166,13 @@ class ShardStore:
         self._drop_free()
 
 
-def homes_for_step(parameter: Tensor) -> tuple[Home, ...]:
-    """Return the homes that the parameter's step needs: its own slice's and its gradient's, if they have any."""
-    return tuple(
-        tensor.home
-        for tensor in (parameter, parameter.grad)
-        if isinstance(tensor, ShardedParameter) and tensor.home is not None
-    )
+def slices_for_step(parameter: Tensor) -> tuple[Slice, ...]:
+    """Return the slices that the parameter's step loads: its own and its gradient's, if they are offloaded."""
+    return slices_of((parameter, parameter.grad))
 
 
 def have_read_ahead(parameters: Iterable[Tensor]) -> None:
     """Read ahead the slices that the steps of these parameters need, in this order."""
     for parameter in parameters:
-        for home in homes_for_step(parameter):
-            home.read_ahead()
+        for each in slices_for_step(parameter):
+            each.read_ahead()

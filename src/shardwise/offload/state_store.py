@@ -24,6 +24,7 @@ from shardwise.offload.portions import BUFFERS, Kept, Portion, portions_of, ring
 from shardwise.offload.resting_state import RestingState
 from shardwise.offload.shard_store import have_read_ahead
 from shardwise.offload.state_room import StateRoom
+from shardwise.sharded.extensions.offloaded import slice_of
 from shardwise.sharded.extensions.partial_step import step_some
 from shardwise.sharded.parameter import Owner, ShardedParameter
 
@@ -67,7 +68,7 @@ class StateStore:
         ring_bytes = max(self.ring_bytes, ring_bytes_for(self._asked_bytes, new))
         units: dict[Any, list[ShardedParameter]] = {}
         for parameter in new:
-            units.setdefault((parameter.unit, parameter.home), []).append(parameter)
+            units.setdefault((parameter.unit, slice_of(parameter)), []).append(parameter)
         start = max(taken.stop for taken in self._taken)
         portions = portions_of(units.values(), new, ring_bytes // BUFFERS, start)
         self.medium.grow(portions[-1].start + max(portions[-1].nbytes, 1))

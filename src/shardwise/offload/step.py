@@ -10,12 +10,13 @@ from torch.optim import Optimizer
 
 from shardwise.comm.protocol import Collectives
 from shardwise.offload.host_step import HostStep
-from shardwise.offload.shard_store import BUFFERS, homes_for_step
+from shardwise.offload.shard_store import BUFFERS, slices_for_step
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.stores import of_owner
 from shardwise.offload.together import together
+from shardwise.sharded.extensions.offloaded import Slice
 from shardwise.sharded.extensions.partial_step import by_owner, step_some
-from shardwise.sharded.parameter import Home, ShardedParameter
+from shardwise.sharded.parameter import ShardedParameter
 
 _STEP = "the optimizer's step"
 
@@ -33,29 +34,31 @@ def step_with_stores(optimizer: Optimizer, selected: Sequence[Sequence[Tensor]])
             store.check(optimizer)
             store.prepare(optimizer)
     stored: dict[StateStore | HostStep, list[ShardedParameter]] = {}
-    resting: dict[tuple[Home, ...], list[list[Tensor]]] = {}
+    resting: dict[tuple[Slice, ...], list[list[Tensor]]] = {}
     for number, some in enumerate(selected):
         for parameter in some:
             own: StateStore | HostStep | None = store_of(parameter) or host_step_of(parameter)
             if own is None:
-                homes = homes_for_step(parameter)
-                resting.setdefault(homes, [[] for _ in optimizer.param_groups])[number].append(parameter)
+                slices = slices_for_step(parameter)
+                resting.setdefault(slices, [[] for _ in optimizer.param_groups])[number].append(parameter)
             elif parameter.grad is not None:
                 assert isinstance(parameter, ShardedParameter)
                 stored.setdefault(own, []).append(parameter)
     with together(groups, _STEP):
-        _step_by_homes(optimizer, resting)
+        _step_by_slices(optimizer, resting)
         for stepping, parameters in stored.items():
             stepping.step(optimizer, parameters)
 
 
-def _step_by_homes(optimizer: Optimizer, by_homes: Mapping[tuple[Home, ...], list[list[Tensor]]]) -> None:
-    """Step parameters whose state is in memory: those without homes all at once, the others slice by slice."""
-    order = [h for h, some in by_homes.items() if not h or any(p.grad is not None for p in itertools.chain(*some))]
-    for index, homes in enumerate(order):
-        for home in itertools.chain(*order[index : index + BUFFERS]):
-            home.read_ahead()
-        step_some(optimizer, by_homes[homes])
+def _step_by_slices(optimizer: Optimizer, by_slices: Mapping[tuple[Slice, ...], list[list[Tensor]]]) -> None:
+    """Step parameters whose state is in memory: those that are not offloaded all at once, others slice by slice."""
+    order = [
+        own for own, some in by_slices.items() if not own or any(p.grad is not None for p in itertools.chain(*some))
+    ]
+    for index, slices in enumerate(order):
+        for each in itertools.chain(*order[index : index + BUFFERS]):
+            each.read_ahead()
+        step_some(optimizer, by_slices[slices])
 
 
 def store_of(parameter: Tensor) -> StateStore | None:

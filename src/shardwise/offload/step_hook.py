@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import UsageError
 from shardwise.offload.step import step_with_stores
-from shardwise.sharded.extensions.partial_step import hollow
+from shardwise.sharded.extensions.partial_step import empty_view
 
 _HANDLE = "_shardwise_offload_hook"
 
@@ -43,7 +43,7 @@ def _take(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         _step(optimizer)
-        return (hollow(optimizer), *args[1:]), kwargs
+        return (empty_view(optimizer), *args[1:]), kwargs
 
     def with_step() -> Any:
         result = closure()
@@ -51,8 +51,8 @@ def _take(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return result
 
     if "closure" in kwargs:
-        return (hollow(optimizer), *args[1:]), {**kwargs, "closure": with_step}
-    return (hollow(optimizer), with_step, *args[2:]), kwargs
+        return (empty_view(optimizer), *args[1:]), {**kwargs, "closure": with_step}
+    return (empty_view(optimizer), with_step, *args[2:]), kwargs
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ class Stores(NamedTuple):
 
     @property
     def of_slices(self) -> list[ShardStore]:
-        """The stores of slices, in which each group has its own home: weights and gradients."""
+        """The stores of slices, in which each group has its own slice: weights and gradients."""
         return [store for store in (self.shards, self.gradients) if store is not None]
 
 

@@ -11,9 +11,8 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from shardwise.engine.extensions.backward_steps import BackwardSteps, steps_in_backward
 from shardwise.errors import UsageError
-from shardwise.sharded.at_rest import pieces_of
 from shardwise.sharded.norms import global_norms
-from shardwise.sharded.parameter import ShardedParameter, outer_face, slice_by_slice
+from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 
 @torch.no_grad()
@@ -75,23 +74,11 @@ def clip(
     if max_norm == math.inf:
         return total
     scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-    for group in groups:  # one kernel for each device and dtype, or slice by slice
+    for group in groups:  # one kernel for each device and dtype
         gradients = [gradient for gradient in group if gradient is not None]
-        for where in slice_by_slice([gradients]):
-            _scale([gradients[i] for i in where], scale)
+        pieces = [each.local if type(each) is ShardedParameter else each for each in gradients]
+        torch._foreach_mul_(pieces, scale)
     return total
-
-
-def _scale(gradients: Sequence[Tensor], scale: Tensor) -> None:
-    """Scale gradients in place. All must have the same home, or none."""
-    with pieces_of(gradients) as pieces:
-        factor = scale.to(pieces.tensors[0].device)
-        if pieces.on_host and factor.item() == 1:
-            return
-        torch._foreach_mul_(pieces.tensors, factor)
-    first = gradients[0]
-    if isinstance(first, ShardedParameter) and first.home is not None:
-        first.home.note_write()
 
 
 def _parameters(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -23,7 +23,7 @@ from shardwise.offload.shard_store import ShardStore
 from shardwise.offload.stores import attach, of_owner
 from shardwise.optim.clip import clip as clip_parameters
 from shardwise.optim.whole_matrix import WholeMatrixOptimizer
-from shardwise.sharded.extensions.partial_step import by_owner, hollow
+from shardwise.sharded.extensions.partial_step import by_owner, empty_view
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.step_hooks import updates_nothing
 
@@ -134,4 +134,4 @@ def _nothing_left(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
                 "backward takes no steps: call sw.optimizer_in_backward after the last sw.shard"
             )
     updates_nothing(optimizer)
-    return (hollow(optimizer), *args[1:]), kwargs
+    return (empty_view(optimizer), *args[1:]), kwargs

@@ -15,13 +15,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shardwise.errors import NotOnPiecesError, UsageError
-from shardwise.sharded.at_rest import pieces_of
 from shardwise.sharded.parameter import (
     Handler,
     ShardedParameter,
     first_sharded,
     register_operations,
-    slice_by_slice,
 )
 from shardwise.sharded.placement import Placement, same_cut
 
@@ -45,7 +43,7 @@ def handler(func: OpOverload) -> Handler | None:
     if name == "aten::copy_":
         return _Copy(func)
     if name in _FUSED or (name.startswith("aten::_foreach_") and name not in _NOT_FOREACH):
-        return _OnLists(func)
+        return OnLists(func)
     if (torch.Tag.pointwise in func.tags and name != "aten::equal") or name in _UNTAGGED:
         return Elementwise(func)
     return None
@@ -87,13 +85,13 @@ class Elementwise:
         if self.check is not None:
             self.check(first, args, kwargs)
         written = [args[i] for i in self._positions] + [kwargs[name] for name in self._keywords]
-        if any(type(target) is not ShardedParameter for target in written):
+        if not all(isinstance(target, ShardedParameter) for target in written):
             _not_into_plain(first.placement, func)
         local_args = [_piece(value, first, func) for value in args]
         local_kwargs = {name: _piece(value, first, func) for name, value in kwargs.items()}
         result = func(*local_args, **local_kwargs)
         if written:
-            note_writes(written, [target.local for target in written])
+            torch.autograd.graph.increment_version([target.local for target in written])
             return written[0] if len(written) == 1 else tuple(written)
         if isinstance(result, Tensor):
             return ShardedParameter(result, first.placement)
@@ -105,11 +103,12 @@ class _Copy(Elementwise):
 
     def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         target, whole = args[:2]
-        into_sharded = type(target) is ShardedParameter and type(whole) is not ShardedParameter
+        into_sharded = isinstance(target, ShardedParameter) and not isinstance(whole, ShardedParameter)
         if into_sharded and target.ndim and whole.shape == target.shape:
             fragment = target.fragment
-            target.local.copy_(whole.reshape(-1)[fragment.start : fragment.stop], *args[2:], **kwargs)
-            note_writes([target], [target.local])
+            piece = target.local
+            piece.copy_(whole.reshape(-1)[fragment.start : fragment.stop], *args[2:], **kwargs)
+            torch.autograd.graph.increment_version(piece)
             return target
         return super().__call__(func, args, kwargs)
 
@@ -117,39 +116,32 @@ class _Copy(Elementwise):
 def _put_by_mask(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedParameter:
     """Run `tensor[mask] = number` (Rprop), the only indexing that is elementwise."""
     target, indices, value = args[:3]
-    by_mask = len(indices) == 1 and type(indices[0]) is ShardedParameter and indices[0].dtype == torch.bool
-    if type(target) is not ShardedParameter or not by_mask:
+    by_mask = len(indices) == 1 and isinstance(indices[0], ShardedParameter) and indices[0].dtype == torch.bool
+    if not isinstance(target, ShardedParameter) or not by_mask:
         sharded = first_sharded((target, indices, value), {})
         raise UsageError(
             f"{func} of the sharded {sharded.fqn!r}: only tensor[mask] = number works, with a mask made from it. "
             "Use sw.unsharded(model, writeback=True)"
         )
-    func(target.local, [_piece(indices[0], target, func)], _piece(value, target, func), *args[3:])
-    note_writes([target], [target.local])
+    piece = target.local
+    func(piece, [_piece(indices[0], target, func)], _piece(value, target, func), *args[3:])
+    torch.autograd.graph.increment_version(piece)
     return target
 
 
 def _piece(value: Any, first: ShardedParameter, func: OpOverload) -> Any:
     """Return what replaces an argument in a call on pieces that are cut like `first`."""
-    if type(value) is type(first):
+    kind = type(value)
+    if kind is ShardedParameter or (kind not in _NUMBERS and isinstance(value, ShardedParameter)):
         if not same_cut(value.placement, first.placement):
             _differently_cut(first.placement, value.placement, func)
-        return value.local if value.home is None else value.peek()
-    if type(value) in _NUMBERS or not isinstance(value, Tensor):
+        return value.local if kind is ShardedParameter else value.peek()
+    if kind in _NUMBERS or not isinstance(value, Tensor):
         return value
     if value.ndim > min(first.ndim, 1) or value.numel() != 1:
         _not_a_number(first.placement, value, func)
     # Among 0-d tensors dtypes promote as equals; a 0-d parameter's piece is 1-D, so its partners must be too.
     return value.reshape(1) if first.ndim == 0 else value
-
-
-def note_writes(written: Sequence[Tensor], pieces: list[Tensor]) -> None:
-    """Increase the versions of written pieces, and of their homes: operations run here do not, and views made here
-    share no version."""
-    torch.autograd.graph.increment_version(pieces)
-    for target in written:
-        if type(target) is ShardedParameter and target.home is not None:
-            target.home.note_write()
 
 
 def _not_into_plain(sharded: Placement, func: OpOverload) -> NoReturn:
@@ -176,62 +168,48 @@ def _not_a_number(sharded: Placement, plain: Tensor, func: OpOverload) -> NoRetu
     )
 
 
-class _OnLists:
+class OnLists:
     """Runs one foreach or fused operation: the tensors at position i of all lists belong together. Positions without a
     sharded tensor stay as they are, so that sharded and ignored parameters can share an optimizer."""
 
     def __init__(self, func: OpOverload) -> None:
-        self._writes = func._schema.is_mutable
-        name = func._schema.name
+        self.writes = func._schema.is_mutable
+        self.name = name = func._schema.name
         # The Python binding reads lists of hundreds of tensors in two thirds of the overload's time.
-        self._call: Callable[..., Any] = getattr(torch, name.removeprefix("aten::")) if name in _FUSED else func
+        self.call: Callable[..., Any] = getattr(torch, name.removeprefix("aten::")) if name in _FUSED else func
 
     def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
-        lists = [value for value in args if _is_tensor_list(value)]
-        placements = _placements(func, lists, self._writes)
+        placements = _placements(func, [value for value in args if is_tensor_list(value)], self.writes)
+        count = len(placements)
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and (type(value) is ShardedParameter or not _numbers(value, len(placements))):
+            if isinstance(value, Tensor) and (isinstance(value, ShardedParameter) or not _numbers(value, count)):
                 _not_a_number(first_sharded(args, kwargs).placement, value, func)
-        results: list[Any] = [None] * len(placements)
-        for where in slice_by_slice(lists[:2]):
-            some = args if len(where) == len(placements) else [_at(where, value, len(placements)) for value in args]
-            for position, part in zip(where, self._run(some, kwargs), strict=False):
-                at = placements[position]
-                results[position] = part if at is None else ShardedParameter(part, at)
-        return None if self._writes else results
+        results = self.run(args, kwargs, count)
+        if self.writes:
+            return None
+        return [
+            part if at is None else ShardedParameter(part, at) for part, at in zip(results, placements, strict=True)
+        ]
 
-    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-        """Run the operation on the pieces. Returns its results; nothing if it writes in place."""
-        homes = ShardedParameter._have_homes
-        if homes and self._writes and not any(_is_tensor_list(value) for value in args[1:]):
-            return self._run_in_place(args, kwargs)
-        local_args = [_locals(value) if _is_tensor_list(value) else value for value in args]
-        result = self._call(*local_args, **kwargs)
-        if not self._writes:
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> Sequence[Any]:
+        """Run the operation on this rank's pieces of lists of `count` tensors. Returns the pieces of its results;
+        nothing if it writes in place."""
+        pieces = [_locals(value) if is_tensor_list(value) else value for value in args]
+        result = self.call(*pieces, **kwargs)
+        if not self.writes:
             return result  # type: ignore[no-any-return]
-        note_writes(args[0], local_args[0])
-        if kwargs.get("grad_scale") is not None:  # fused steps unscale gradients in place
-            note_writes(args[1], local_args[1])
+        for written in self.written(pieces, kwargs):
+            torch.autograd.graph.increment_version(written)
         return ()
 
-    def _run_in_place(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-        """Run an operation that writes its only list of tensors."""
-        with pieces_of(args[0]) as pieces:
-            here = pieces.tensors[0].device
-            others = [value.to(here) if isinstance(value, Tensor) else value for value in args[1:]]
-            self._call(pieces.tensors, *others, **kwargs)
-            note_writes(args[0], pieces.tensors)
-        return ()
+    def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[list[Tensor]]:
+        """Return the lists among the arguments that it writes."""
+        unscales = kwargs.get("grad_scale") is not None  # fused steps unscale gradients in place
+        return args[:2] if unscales else args[:1]
 
 
-def _at(where: Sequence[int], value: Any, count: int) -> Any:
-    """Return the part for the positions `where` of an argument of an operation on lists of `count` tensors."""
-    if isinstance(value, Tensor):
-        return value[list(where)] if value.ndim == 1 and value.numel() == count > 1 else value
-    return [value[i] for i in where] if isinstance(value, (list, tuple)) and len(value) == count else value
-
-
-def _is_tensor_list(value: Any) -> bool:
+def is_tensor_list(value: Any) -> bool:
+    """Whether an argument is a list of tensors, with at least one."""
     return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], Tensor)
 
 
@@ -242,14 +220,16 @@ def _numbers(value: Tensor, count: int) -> bool:
 
 def _locals(items: Sequence[Tensor]) -> list[Tensor]:
     """Return the pieces of sharded tensors; ignored parameters and step counters stay as they are."""
-    if ShardedParameter._have_homes:
-        return [item.peek() if type(item) is ShardedParameter else item for item in items]
-    return [item.local if type(item) is ShardedParameter else item for item in items]
+    return [item.local if type(item) is ShardedParameter else _local(item) for item in items]
+
+
+def _local(item: Tensor) -> Tensor:
+    return item.peek() if isinstance(item, ShardedParameter) else item
 
 
 def _placements(func: OpOverload, lists: Sequence[Sequence[Tensor]], writes: bool) -> Sequence[Placement | None]:
     """Return each position's placement, None if all its tensors are plain. Raises if they do not fit together."""
-    by_list = [[item.placement if type(item) is ShardedParameter else None for item in items] for items in lists]
+    by_list = [[item.placement if isinstance(item, ShardedParameter) else None for item in items] for items in lists]
     merged = by_list[0]  # the written list decides; results are placed as any operand is
     if not writes and None in merged:
         merged = [next((p for p in column if p is not None), None) for column in zip(*by_list, strict=True)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,12 @@ from torch._ops import OpOverload
 from shardwise import accelerators
 from shardwise.comm.protocol import Collectives
 from shardwise.errors import UsageError
-from shardwise.sharded.parameter import Handler, ShardedParameter, local_of, register_operations, slice_by_slice
+from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations, stored_device, stored_dtype
 
 HALF = (torch.float16, torch.bfloat16)
+LocalNorms = Callable[[Sequence[Tensor], float, torch.dtype | None], Sequence[Tensor]]
+by_class: dict[type[Tensor], LocalNorms] = {}
+"""What forms the norms of a class's pieces that are not simply in memory, as `norms_of_pieces` does."""
 
 
 @register_operations
@@ -66,19 +69,18 @@ def global_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | N
         group. A plain tensor counts as one of the first shard group, of which rank 0 holds all.
 
     One `all_reduce` for each shard group among the placements: one, in a model sharded by one call. The number of
-    operations depends on the number of kinds, not of tensors; for tensors with homes also on the number of homes.
+    operations depends on the number of kinds, not of tensors; for offloaded tensors also on the number of slices.
     """
     if order < 0:
         raise UsageError(f"norms of negative order ({order}) of sharded tensors are not supported")
     groups = [_exchanging(t.placement.shard_group) if isinstance(t, ShardedParameter) else None for t in tensors]
     is_plain = [not isinstance(t, ShardedParameter) for t in tensors]
-    pieces = [t if plain or t.home is not None else t.local for t, plain in zip(tensors, is_plain, strict=True)]  # type: ignore[attr-defined]
+    pieces = [t if plain or type(t) in by_class else t.local for t, plain in zip(tensors, is_plain, strict=True)]  # type: ignore[attr-defined]
     first = next((group for group in groups if group is not None), None)
     kinds: dict[tuple[Collectives | None, torch.dtype, torch.device], list[int]] = {}
     for i, piece in enumerate(pieces):
         group = first if is_plain[i] else groups[i]
-        dtype_of_kind = piece.stored_dtype if isinstance(piece, ShardedParameter) else piece.dtype
-        kinds.setdefault((group, dtype_of_kind, piece.device), []).append(i)
+        kinds.setdefault((group, stored_dtype(piece), stored_device(piece)), []).append(i)
     norms: list[Tensor] = []
     by_group: dict[Collectives, list[Tensor]] = {}
     for (group, _, _), where in kinds.items():
@@ -111,44 +113,35 @@ def _local_norms(
     pieces: Sequence[Tensor], where: Sequence[int], held: Sequence[int], order: float, dtype: torch.dtype | None
 ) -> Tensor:
     """Return the norms of the pieces at `where`, which are of one kind: 1-D, 0 for those that are not `held`. For half
-    precision they are fp32, to be rounded once, after the sum over ranks.
-
-    They are formed on the device, also where the host computes with what rests there: another processor's norm has
-    other last bits, and a replica may have its own in another place (a user reads a piece on one rank).
-    """
+    precision they are fp32, to be rounded once, after the sum over ranks. Tensors of a class in `by_class` stand for
+    their pieces."""
     one = pieces[where[0]]
-    kind = one.stored_dtype if isinstance(one, ShardedParameter) else one.dtype
-    norms = {i: known for i in held if (known := _known_norm(pieces[i], order, dtype)) is not None}
-    sought = [i for i in held if i not in norms]
-    some = [pieces[i] for i in sought]
-    for positions in slice_by_slice([some]) if sought else ():
-        found = norms_of_pieces([local_of(some[i]) for i in positions], order, dtype)
-        norms.update((sought[i], norm) for i, norm in zip(positions, found, strict=True))
+    kinds: dict[type, list[int]] = {}
+    for i in held:
+        kinds.setdefault(type(pieces[i]), []).append(i)
+    norms: dict[int, Tensor] = {}
+    for kind, some in kinds.items():
+        found = by_class.get(kind, norms_of_pieces)([pieces[i] for i in some], order, dtype)
+        norms.update(zip(some, found, strict=True))
     if len(held) < len(where):
-        zero = torch.zeros((), dtype=(_wide(kind, dtype) or kind).to_real(), device=one.device)
+        stored = stored_dtype(one)
+        zero = torch.zeros((), dtype=(_wide(stored, dtype) or stored).to_real(), device=stored_device(one))
         return torch.stack([norms.get(i, zero) for i in where])
     return torch.stack([norms[i] for i in where])
 
 
-def norms_of_pieces(pieces: list[Tensor], order: float = 2.0, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+def norms_of_pieces(pieces: Sequence[Tensor], order: float = 2.0, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
     """Return the norms of pieces of one dtype on one device, as `global_norms` combines them over ranks. `dtype`: see
     there."""
     if not pieces:
         return ()
-    norms: Sequence[Tensor] = torch._foreach_norm(pieces, order, _wide(pieces[0].dtype, dtype))
+    norms: Sequence[Tensor] = torch._foreach_norm(list(pieces), order, _wide(pieces[0].dtype, dtype))
     return norms
 
 
 def _wide(kind: torch.dtype, dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the dtype in which norms of tensors of dtype `kind` are formed for results in `dtype`; None: their own."""
     return torch.float32 if (dtype or kind) in HALF else dtype
-
-
-def _known_norm(piece: Tensor, order: float, dtype: torch.dtype | None) -> Tensor | None:
-    """Return the norm of a piece that is known without reading it; see `Home.norm_at`."""
-    if not isinstance(piece, ShardedParameter) or piece.home is None or order != 2 or dtype is not None:
-        return None
-    return piece.home.norm_at(piece.fragment.offset)
 
 
 def _combine_norms(group: Collectives, norms: Sequence[Tensor], order: float) -> None:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import torch
@@ -28,11 +27,11 @@ from shardwise.layout.fragment import Fragment
 from shardwise.sharded.in_backward import refuse_penalty
 from shardwise.sharded.placement import Placement, gather_fragments
 
-_stored_dtype: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
-_stored_device: Callable[[Tensor], torch.device] = Tensor.device.__get__
+stored_dtype: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
+"""The dtype that torch knows, also of a sharded parameter while its model runs."""
+stored_device: Callable[[Tensor], torch.device] = Tensor.device.__get__
+"""The device that torch knows, also of a sharded parameter without numbers."""
 
-_SLICES_AHEAD = 3
-"""How many sets of homes `slice_by_slice` reads ahead, the present one included."""
 SHARDED_FACE = "_shardwise_sharded"
 """Attribute of a plain parameter that was sharded: its outer face."""
 
@@ -64,56 +63,9 @@ class Owner(Protocol):
         """Called at the end of an optimizer's step that updates the shards."""
 
 
-class Home(Protocol):
-    """The place on a medium where this rank's slice of some parameters rests while nobody reads it."""
-
-    dtype: torch.dtype
-
-    @property
-    def _version(self) -> int:
-        """Counts writes, as a tensor's does."""
-
-    def flat(self) -> Tensor:
-        """Load the slice and return a view of it, 1-D. Writes that raise its version are kept. No communication."""
-
-    def lend(self) -> Tensor:
-        """Like `flat`, but every write is kept."""
-
-    @property
-    def host_computes(self) -> bool:
-        """Whether operations that write many tensors run where the slice rests, on the host."""
-
-    def at_rest(self) -> AbstractContextManager[Tensor | None]:
-        """Return a context in which the host computes with what `in_host_memory` returns, if that is not None."""
-
-    def in_host_memory(self) -> Tensor | None:
-        """Return the memory where the slice rests, 1-D, to read and write before the slice is loaded again; waits for
-        the device. None if it does not rest in host memory now. Writes must be told by `note_write`."""
-
-    def norm_at(self, offset: int) -> Tensor | None:
-        """Return the 2-norm of the piece at `offset` in the slice, which is not empty: 0-d, on the device that computes
-        with it. None if it is not known, or the slice may have been written since."""
-
-    def read_ahead(self) -> None:
-        """Begin to load the slice, which will be needed soon."""
-
-    def note_write(self) -> None:
-        """Note that the slice was written, perhaps without a change of its version."""
-
-
-class _LocalView:
-    """`local` of a parameter that has no memory of its own: a new view each time."""
-
-    def __get__(self, face: ShardedParameter | None, _: object) -> Any:
-        if face is None:
-            return self
-        assert face.home is not None
-        return piece_in(face.home.lend(), face)
-
-
-def piece_in(flat: Tensor, face: ShardedParameter) -> Tensor:
+def piece_in(flat: Tensor, sharded: ShardedParameter) -> Tensor:
     """Return the tensor's piece in this rank's slice, 1-D."""
-    fragment = face.fragment
+    fragment = sharded.fragment
     return flat[fragment.offset : fragment.offset + fragment.numel]
 
 
@@ -133,17 +85,15 @@ class ShardedParameter(Tensor):
         ValueError: the piece has another shape than its fragment.
     """
 
-    local: Tensor = _LocalView()  # type: ignore[assignment]
+    local: Tensor
     """This rank's piece: 1-D, row-major order. Writing to it in place writes the parameter. Every rank must do so, even
     with an empty piece: only after a write is a unit that is still gathered gathered again, which all ranks must do
     together. A rank that skips its write computes with old weights while its peers wait for it. `copy_` of a plain
     tensor of the global shape, and with it `load_state_dict`, writes this rank's piece of that tensor: every rank must
     be given equal numbers."""
     placement: Placement
-    _have_homes: ClassVar[bool] = False
-    """Whether any in this process has or had a home: if none has, lists of them need not be searched for homes."""
-    home: Home | None = None
-    """Where the piece rests while nobody reads `local`; None if the piece has memory of its own."""
+    _handlers: ClassVar[dict[OpOverload, Handler]] = {}
+    """Filled when an operation is first met, so that a call costs one lookup."""
     unit: Owner | None = None
     """The unit that the parameter belongs to; None for gradients, optimizer state and handles."""
     inner: torch.nn.Parameter | None = None  # type: ignore[assignment]
@@ -173,21 +123,10 @@ class ShardedParameter(Tensor):
         self.placement = placement
         return self
 
-    @classmethod
-    def at(cls, home: Home, device: torch.device, placement: Placement, requires_grad: bool = False) -> Self:
-        """Make one whose piece is in memory only while somebody has a view of it."""
-        self: Self = Tensor._make_wrapper_subclass(
-            cls, placement.shape, dtype=home.dtype, device=device, requires_grad=requires_grad
-        )
-        self.home = home
-        self.placement = placement
-        ShardedParameter._have_homes = True
-        return self
-
     @property
     def stored_dtype(self) -> torch.dtype:
         """The shard's dtype."""
-        return _stored_dtype(self)
+        return stored_dtype(self)
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -195,12 +134,12 @@ class ShardedParameter(Tensor):
         a module's weights is then right, whether or not that module's unit is the one at work."""
         if self.inner is not None and self.unit is not None and self.unit.is_running:
             return self.inner.dtype
-        return _stored_dtype(self)
+        return stored_dtype(self)
 
     @property
     def stored_device(self) -> torch.device:
         """The device that computes with it."""
-        return _stored_device(self)
+        return stored_device(self)
 
     @property
     def fqn(self) -> str:
@@ -227,9 +166,8 @@ class ShardedParameter(Tensor):
         return gather_fragments(self.placement, self.peek().detach())
 
     def peek(self) -> Tensor:
-        """`local`, for those who only read it, or tell of what they write (`elementwise.note_writes`): a slice that
-        rests elsewhere need not go back."""
-        return self.local if self.home is None else piece_in(self.home.flat(), self)
+        """`local`, for those who only read it. A subclass may store it elsewhere."""
+        return self.local
 
     def write(self, piece: Tensor) -> None:
         """Copy `piece` (1-D, any dtype, any device) to this rank's piece. No communication; every rank must do so, even
@@ -288,20 +226,34 @@ class ShardedParameter(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        handler = _handlers.get(func)
+        handler = cls._handlers.get(func)
         if handler is None:
-            handler = _handlers[func] = _handler_of(func)
+            handler = cls.operation(func)
+            for wrap in _wraps:
+                handler = wrap(func, handler)
+            cls._handlers[func] = handler
         return handler(func, args, kwargs or {})
+
+    @classmethod
+    def operation(cls, func: OpOverload) -> Handler:
+        """Return what runs an operation on tensors of this class, perhaps beside others."""
+        found = (find(func) for find in _finders)
+        return next((each for each in found if each is not None), _refuse)
 
     def without_autograd(self) -> Self:
         """Return an alias of the same piece, as `detach()` and `.data` do."""
-        home = self.home
-        device = self.stored_device
         with torch.inference_mode(False):  # torch gives it the version of this one
-            alias = type(self)(self.local, self.placement) if home is None else self.at(home, device, self.placement)
+            alias = self._alias()
         origin = alias._origin = self if self._origin is None else self._origin
         origin._aliases = [*(held for held in origin._aliases if held() is not None), weakref.ref(alias)]
         return alias
+
+    def _alias(self) -> Self:
+        return type(self)(self.local, self.placement)
+
+    def keep_copy(self) -> None:
+        """Stop being an alias: keep a copy of what is in the memory now."""
+        self.local, self._origin = self.local.clone(), None
 
     @property
     def data(self) -> Tensor:
@@ -327,7 +279,7 @@ class ShardedParameter(Tensor):
             for held in self._aliases:
                 alias = held()
                 if alias is not None:
-                    alias.local, alias.home, alias._origin = self.local.clone(), None, None
+                    alias.keep_copy()
             self._aliases = []
             self.copy_(value)
 
@@ -374,7 +326,7 @@ def first_sharded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShardedPara
     """Return the first sharded argument, also from inside lists. There must be one."""
     for value in (*args, *kwargs.values()):
         for item in value if isinstance(value, (list, tuple)) else (value,):
-            if type(item) is ShardedParameter:
+            if isinstance(item, ShardedParameter):
                 return item
     raise AssertionError("no sharded argument")
 
@@ -394,32 +346,6 @@ def _refusal(operation: str, fqn: str, way_out: str) -> str:
     return f"{operation} of the sharded parameter {fqn!r} is not possible: {way_out}"
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's piece of a sharded tensor, as `peek` does, or a plain tensor itself."""
-    return tensor.peek() if isinstance(tensor, ShardedParameter) else tensor
-
-
-def slice_by_slice(lists: Sequence[Sequence[Any]]) -> Iterator[Sequence[int]]:
-    """Yield positions in lists of equal length, whose tensors at one position belong together: all positions at once,
-    unless some tensors have homes. Then positions with the same homes together, while the next slices are read ahead:
-    an operation over all of a model's tensors has only a few slices in memory at a time, provided that the caller holds
-    no views when it asks for the next positions."""
-    if not ShardedParameter._have_homes:
-        yield range(len(lists[0]))
-        return
-    by_homes: dict[tuple[Home, ...], list[int]] = {}
-    for position, items in enumerate(zip(*lists, strict=True)):
-        homes = (item.home for item in items if isinstance(item, ShardedParameter) and item.home is not None)
-        by_homes.setdefault(tuple(dict.fromkeys(homes)), []).append(position)
-    order = list(by_homes)
-    for index, positions in enumerate(by_homes.values()):
-        for coming in order[index : index + _SLICES_AHEAD]:
-            for home in coming:
-                if not home.host_computes:
-                    home.read_ahead()
-        yield positions
-
-
 Handler = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
 """Runs one operation: `handler(func, args, kwargs)`, as `__torch_dispatch__` is given them."""
 
@@ -427,28 +353,18 @@ Finder = Callable[[OpOverload], Handler | None]
 Wrap = Callable[[OpOverload, Handler], Handler]
 _finders: list[Finder] = []
 _wraps: list[Wrap] = []
-_handlers: dict[OpOverload, Handler] = {}
-"""Filled when an operation is first met, so that a call costs one lookup."""
-
-
-def _handler_of(func: OpOverload) -> Handler:
-    found = (find(func) for find in _finders)
-    handler = next((each for each in found if each is not None), _refuse)
-    for wrap in _wraps:
-        handler = wrap(func, handler)
-    return handler
+types_of_lists: list[type[ShardedParameter]] = [ShardedParameter]
+"""Classes whose tensors torch may give to one operation in lists, as its optimizers and clipping do."""
 
 
 def register_operations(find: Finder) -> Finder:
     """Let the handlers that `find` returns run their operations. Finders are asked in the order of registration."""
-    _handlers.clear()
     _finders.append(find)
     return find
 
 
 def wrap_operations(wrap: Wrap) -> None:
     """Let `wrap(func, handler)` return what runs each operation in place of its handler."""
-    _handlers.clear()
     _wraps.append(wrap)
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.registry import registered
-from shardwise.sharded.parameter import Owner, ShardedParameter
+from shardwise.sharded.parameter import Owner, types_of_lists
 
 Attached = Callable[[Optimizer, Collection[Owner]], object]
 BEFORE = "before an optimizer's step"
@@ -55,7 +55,7 @@ def _owners(optimizer: Optimizer) -> set[Owner]:
         parameter.unit
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if type(parameter) is ShardedParameter and parameter.unit is not None
+        if type(parameter) in types_of_lists and parameter.unit is not None
     }
 
 

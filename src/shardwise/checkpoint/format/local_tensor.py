@@ -18,6 +18,7 @@ from shardwise.layout.ranges import Range, share
 from shardwise.offload.resting_state import RestingState
 from shardwise.sharded.extensions.blocks import BLOCK_NUMEL
 from shardwise.sharded.extensions.few_bits import FewBitsParameter
+from shardwise.sharded.extensions.offloaded import slice_of
 from shardwise.sharded.parameter import ShardedParameter
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}
@@ -304,7 +305,7 @@ def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | N
         like = torch.empty(1, dtype=tensor.dtype).expand(tensor.fragment.numel)
         if isinstance(tensor, RestingState):
             return StateAtRest(tuple(names), shape, like, start, False, places, ranks, state=tensor)
-        if tensor.home is not None:
+        if slice_of(tensor) is not None:
             return PieceAtRest(tuple(names), shape, like, start, False, places, ranks, face=tensor)
         return Piece(tuple(names), shape, tensor.local.detach(), start, False, places, ranks)
     return Piece(tuple(names), tuple(tensor.shape), tensor.detach(), 0, True, places)

@@ -16,6 +16,7 @@ from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
 from shardwise.modules.adapters import adapter_names
+from shardwise.sharded.extensions.offloaded import slice_of
 from shardwise.sharded.parameter import ShardedParameter
 
 _EXTRA_STATE = "_extra_state"
@@ -125,7 +126,7 @@ def _numel(tensor: Tensor) -> int:
 
 def _memory(tensor: Tensor) -> int:
     """Return a number that is the same for tensors that share memory, as long as they exist."""
-    if isinstance(tensor, ShardedParameter) and tensor.home is not None:  # it has none of its own
+    if isinstance(tensor, ShardedParameter) and slice_of(tensor) is not None:  # it has none of its own
         return id(tensor.face or tensor)
     plain = tensor.local if isinstance(tensor, ShardedParameter) else tensor
     return plain.untyped_storage()._cdata if plain.layout is torch.strided else id(tensor)

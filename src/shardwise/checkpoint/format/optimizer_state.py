@@ -18,7 +18,7 @@ from shardwise.checkpoint.names.wrappers import unwrapped_name
 from shardwise.errors import UsageError
 from shardwise.offload.step import host_step_of, store_of
 from shardwise.sharded.optimizer_state import NUMBERS
-from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
+from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter, types_of_lists
 
 _BY_POSITION = {"params", "param_names"}
 """Keys of a group that list its parameters, or their names, in an order that only this optimizer has."""
@@ -124,7 +124,7 @@ def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece], any_sh
 
     `any_shape`: accept a tensor of any shape if the parameter is not sharded.
     """
-    if isinstance(value, ShardedParameter) and type(parameter) is ShardedParameter:
+    if isinstance(value, ShardedParameter) and type(parameter) in types_of_lists:
         pieces.append(piece_of((name,), value))
         return {"tensor": name}
     if isinstance(value, dict):  # in the document a dict stands for a tensor

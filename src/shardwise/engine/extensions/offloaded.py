@@ -26,13 +26,14 @@ from shardwise.offload.media.disk import Disk
 from shardwise.offload.media.host_memory import HostMemory
 from shardwise.offload.media.medium import Medium
 from shardwise.offload.media.staged_disk import THREADS, StagedDisk
+from shardwise.offload.offloaded_slice import OffloadedSlice, SliceState
 from shardwise.offload.shard_store import BUFFERS, ShardStore
-from shardwise.offload.slice_home import HomeState, SliceHome
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.stores import Stores
 from shardwise.policy.offload import Offload
 from shardwise.sharded.extensions.blocks import Coder
 from shardwise.sharded.extensions.few_bits import FewBitsParameter
+from shardwise.sharded.extensions.offloaded import OffloadedParameter
 from shardwise.sharded.norms import norms_of_pieces
 from shardwise.sharded.parameter import ShardedParameter, piece_in
 from shardwise.sharded.placement import Placement
@@ -45,18 +46,18 @@ class OffloadedGradient(GradientShard):
         super().__init__(numel, dtype, sharded)
         self.store = store if numel else None
         """Where it is stored, if anywhere."""
-        self.home: SliceHome | None = None
+        self.slice: OffloadedSlice | None = None
         """Its place in the store; None if it is not allocated, or stays in memory."""
 
     @property
     def is_resident(self) -> bool:  # type: ignore[override]
         """Whether it stays in memory between uses."""
-        return self.home is None
+        return self.slice is None
 
     def reserve(self) -> None:
         """Choose its place in the store, if it has none yet. Takes no room there yet."""
-        if self.store is not None and self.home is None:
-            self.home = SliceHome(self.store, self._numel, self._dtype)
+        if self.store is not None and self.slice is None:
+            self.slice = OffloadedSlice(self.store, self._numel, self._dtype)
 
     def stay(self) -> None:
         """Stay in memory from the next allocation on: steps in backward use gradients at once. No communication."""
@@ -66,46 +67,46 @@ class OffloadedGradient(GradientShard):
         """Allocate a place that nobody else refers to."""
         is_again = bool(self.faces)
         if is_again:
-            self.home = None
+            self.slice = None
         self.reserve()
-        if self.home is None:
+        if self.slice is None:
             super()._renew()
             return
         if is_again:
-            self.home.begin_anew()  # the place may hold numbers of another slice
-        self.faces = [ShardedParameter.at(self.home, each.stored_device, each.placement) for each in self._sharded]
+            self.slice.begin_anew()  # the place may hold numbers of another slice
+        self.faces = [OffloadedParameter(self.slice, each.stored_device, each.placement) for each in self._sharded]
         self._unkept = max(self._references())
 
     def release(self) -> None:
         """Free its place until it is allocated again, unless a parameter still has a gradient."""
         super().release()
         if not self.faces:
-            self.home = None
+            self.slice = None
 
     def prepare_sum(self) -> tuple[Tensor, bool]:
         """As the base class; the gradient stays in memory while the returned tensor is held."""
         accumulate = self._accumulates()
-        if self.home is None:
+        if self.slice is None:
             assert self.flat is not None
             return self.flat, accumulate
-        total = self.home.flat() if accumulate else self.home.claim()
-        self.home.note_write()
+        total = self.slice.flat() if accumulate else self.slice.claim()
+        self.slice.note_write()
         return total, accumulate
 
     def read_ahead(self) -> None:
         """Begin to load it, if a sum will be added to gradients of earlier backwards."""
-        if self.home is not None and any(sharded.grad is not None for sharded in self._sharded):
-            self.home.read_ahead()
+        if self.slice is not None and any(sharded.grad is not None for sharded in self._sharded):
+            self.slice.read_ahead()
 
     def leave(self) -> None:
         """Let it leave memory. Norms are formed first, so that clipping need not load it; but not while anybody holds a
         view: another sum may be under way, or a user may write later."""
-        home = self.home
-        if home is None:
+        own = self.slice
+        if own is None:
             return
-        if home.state is HomeState.HERE and not home.is_viewed and not home.knows_norms:
-            home.note_norms(self._norms(home.flat()))
-        home.leave()
+        if own.state is SliceState.RESIDENT and not own.is_viewed and not own.knows_norms:
+            own.note_norms(self._norms(own.flat()))
+        own.leave()
 
     def _norms(self, flat: Tensor) -> dict[int, Tensor]:
         held = [own for own in self.faces if own.fragment.numel]
@@ -114,9 +115,9 @@ class OffloadedGradient(GradientShard):
 
     def _references(self) -> list[int]:
         """Return how often Python refers to each gradient; a view of any piece counts for all."""
-        if self.home is None:
+        if self.slice is None:
             return super()._references()
-        return [sys.getrefcount(own) + self.home.is_viewed for own in self.faces]
+        return [sys.getrefcount(own) + self.slice.is_viewed for own in self.faces]
 
 
 class OffloadedGroup(Group):
@@ -127,13 +128,13 @@ class OffloadedGroup(Group):
         super().__init__(*args, **kwargs)
         self.store = store
         numel = self.dtypes.stored_numel(self.layout.shard_numel)
-        self.home = SliceHome(store, numel, self.dtypes.stored) if numel else None
+        self.slice = OffloadedSlice(store, numel, self.dtypes.stored) if numel else None
         """The shard's place in the store; None if it is empty."""
 
     @property
     def is_resident(self) -> bool:  # type: ignore[override]
         """Whether the shard stays in memory between uses: only if it is empty."""
-        return self.home is None
+        return self.slice is None
 
     @property
     def is_whole(self) -> bool:
@@ -143,34 +144,34 @@ class OffloadedGroup(Group):
     @property
     def shard(self) -> Tensor:
         """This rank's slice of the flat buffer, loaded. It stays in memory while there is a view of it."""
-        return super().shard if self.home is None else self.home.flat()
+        return super().shard if self.slice is None else self.slice.flat()
 
     def load(self) -> Tensor | None:
         """Load the shard, and keep it in memory while the returned tensor is held. Read `shard`, not that tensor."""
-        return None if self.home is None else self.home.come()
+        return None if self.slice is None else self.slice.load()
 
     def read_ahead(self) -> None:
         """Begin to load the shard."""
-        if self.home is not None:
-            self.home.read_ahead()
+        if self.slice is not None:
+            self.slice.read_ahead()
 
     def shard_parameters(
         self, device: torch.device, storage: Tensor | None = None, values: Values | None = None
     ) -> None:
         """As the base class. The shard stays in memory until all of it is written."""
-        if self.home is not None:
-            self.home.begin_anew()
+        if self.slice is not None:
+            self.slice.begin_anew()
         held = self.load()
         super().shard_parameters(device, storage, values)
         del held
 
     def _allocate_shard(self, storage: Tensor | None) -> Versioned:
-        return super()._allocate_shard(storage) if self.home is None else self.home
+        return super()._allocate_shard(storage) if self.slice is None else self.slice
 
     def _sharded_parameter(self, placement: Placement, requires_grad: bool) -> ShardedParameter:
-        if self.home is None:
+        if self.slice is None:
             return super()._sharded_parameter(placement, requires_grad)
-        return ShardedParameter.at(self.home, self.device, placement, requires_grad)
+        return OffloadedParameter(self.slice, self.device, placement, requires_grad)
 
     def like(self, originals: Sequence[Original]) -> Group:
         """Return an empty group of the same kind, settings and store."""
@@ -186,9 +187,9 @@ class OffloadedBlockGroup(OffloadedGroup, BlockGroup):
         return super()._allocate_shard(storage)
 
     def _sharded_parameter(self, placement: Placement, requires_grad: bool) -> ShardedParameter:
-        if self.home is None:
+        if self.slice is None:
             return super()._sharded_parameter(placement, requires_grad)
-        return FewBitsParameter(self.home, self.coder, self.dtypes.master, placement)
+        return FewBitsParameter(self.slice, self.coder, self.dtypes.master, placement)
 
 
 class OffloadedExtendedGroup(OffloadedGroup, ExtendedGroup):
@@ -249,7 +250,7 @@ def stores_of_gradients(unit: Unit) -> dict[ShardStore, None]:
 def shard_stores(*engines: Engine) -> list[ShardStore]:
     """Return the stores of these engines' shards."""
     groups = (group for engine in engines for unit in engine.units for group in unit.groups)
-    return list(dict.fromkeys(group.store for group in groups if isinstance(group, OffloadedGroup) and group.home))
+    return list(dict.fromkeys(group.store for group in groups if isinstance(group, OffloadedGroup) and group.slice))
 
 
 def gradient_stores(*engines: Engine) -> list[ShardStore]:

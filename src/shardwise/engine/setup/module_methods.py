@@ -13,6 +13,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.setup.forward_methods import register_generate
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.sharded.extensions.offloaded import slice_of
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 _WATCHED = "_shardwise_state_dicts"
@@ -102,14 +103,15 @@ def refuse_conversions(module: nn.Module) -> None:
         from shardwise.modules.deferred_init.put_off import come  # not for models that are never converted
 
         faces = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
-        for dtype, device, stored, rests in {(p.dtype, p.device, p.stored_device, p.home is not None) for p in faces}:
+        kinds = {(p.dtype, p.device, p.stored_device, slice_of(p) is not None) for p in faces}
+        for dtype, device, stored, is_offloaded in kinds:
             result = fn(torch.empty(0, dtype=dtype, device=device))
             if type(result) is Tensor and result.device.type == "cpu" and result.is_shared():
                 raise UsageError(
                     "share_memory() of a sharded model would share no weights, because its modules hold them only "
                     "while they compute: share the tensors that sw.full_state_dict(model) returns"
                 )
-            on_host = rests and device.type == "meta" and result.device.type == "cpu"
+            on_host = is_offloaded and device.type == "meta" and result.device.type == "cpu"
             if result.dtype != dtype or not (result.device == stored or on_host):
                 raise UsageError(
                     f"a sharded model cannot be converted from {dtype} on {stored} to {result.dtype} on "

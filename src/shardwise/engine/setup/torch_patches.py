@@ -21,8 +21,7 @@ from shardwise.engine.extensions.failed_backwards import tell_of_errors
 from shardwise.engine.extensions.uncompiled import leave_uncompiled
 from shardwise.errors import UsageError
 from shardwise.sharded.optimizer_state import cut_state
-from shardwise.sharded.parameter import Owner, ShardedParameter, outer_face
-from shardwise.sharded.waiting import WaitingGradient
+from shardwise.sharded.parameter import Owner, ShardedParameter, outer_face, types_of_lists
 
 with_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Every optimizer that has updated a sharded parameter, or whose state was loaded for some."""
@@ -42,7 +41,7 @@ def install() -> None:
 
     # Otherwise optimizers and clipping work on one parameter at a time, and clipping issues a collective for each.
     for supported in (_clip_types, _optimizer_types):
-        supported += [ShardedParameter, WaitingGradient]
+        supported.extend(types_of_lists)
 
 
 def give_sharded_parameters(optimizer: Optimizer) -> None:
@@ -80,7 +79,7 @@ def _unsharded(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], int, Tens
     the sharded one."""
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
-            sharded = None if type(parameter) is ShardedParameter else outer_face(parameter)
+            sharded = None if isinstance(parameter, ShardedParameter) else outer_face(parameter)
             if sharded is not None:
                 yield group, position, parameter, sharded
 
@@ -138,7 +137,7 @@ def _with_cut_state(load_state_dict: Callable[..., None]) -> Callable[..., None]
         load_state_dict(optimizer, state_dict)
         try:
             for parameter, state in optimizer.state.items():
-                if type(parameter) is ShardedParameter:
+                if isinstance(parameter, ShardedParameter) and type(parameter) in types_of_lists:
                     state.update(cut_state(parameter, state))
         except UsageError:
             optimizer.__dict__.update(before)
@@ -180,7 +179,7 @@ def _with_leaves(run_backward: RunBackward) -> RunBackward:
 def _leaves(item: Any) -> tuple[Any, ...]:
     """Return where gradients of a sharded parameter arrive: at the leaf that modules computed with, and at the outer
     face if it was read outside its module's forward. Anything else is returned as it is."""
-    inner: Tensor | None = item.inner if type(item) is ShardedParameter else None
+    inner: Tensor | None = item.inner if type(item) in types_of_lists else None
     return (item,) if inner is None else (inner, item)
 
 

@@ -268,7 +268,7 @@ class _Coming:
         self._disk = disk
         self.job = job
         self.buffer = buffer
-        """The very tensor that was passed in, not a new view: `SliceHome` counts the tensors over this memory."""
+        """The very tensor that was passed in, not a new view: `OffloadedSlice` counts the tensors over this memory."""
         self.before = before
         """Events that the copy must wait for."""
 

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_map
 
 from shardwise.layout.fragment import Fragment
 from shardwise.sharded.extensions.blocks import BLOCK_NUMEL, Coder, block_bytes
-from shardwise.sharded.parameter import Home, ShardedParameter
+from shardwise.sharded.extensions.offloaded import Slice
+from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.placement import Placement, gather_fragments
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -30,8 +31,8 @@ class _Blocks:
     def __get__(self, face: FewBitsParameter | None, _: object) -> Any:
         if face is None:
             return self
-        assert face.home is not None
-        return blocks_of(face.home.flat(), face.fragment, face.coder.kind)
+        assert face.slice is not None
+        return blocks_of(face.slice.flat(), face.fragment, face.coder.kind)
 
 
 class FewBitsParameter(ShardedParameter):
@@ -43,18 +44,20 @@ class FewBitsParameter(ShardedParameter):
     blocks: Tensor = _Blocks()  # type: ignore[assignment]
     """This rank's blocks: [blocks, bytes of a block], uint8; shared with its unit. If they rest on a medium they are
     loaded, and stay in memory while there is a view of them."""
+    slice: Slice | None = None
+    """The offloaded slice that the blocks are a part of; None if they have memory of their own."""
     coder: Coder
     _added: Callable[[int, int], Tensor] | None = None
     _dtype: torch.dtype
 
-    def __new__(cls, blocks: Tensor | Home, coder: Coder, dtype: torch.dtype, placement: Placement) -> Self:
-        """`blocks`: this rank's, or the home of the shard that they are in."""
+    def __new__(cls, blocks: Tensor | Slice, coder: Coder, dtype: torch.dtype, placement: Placement) -> Self:
+        """`blocks`: this rank's, or the offloaded slice that they are in."""
         self: Self = Tensor._make_wrapper_subclass(cls, placement.shape, dtype=dtype, device=coder.limits.device)
         self.coder, self._dtype, self.placement = coder, dtype, placement
         if isinstance(blocks, Tensor):
             self.blocks = blocks
         else:
-            self.home = blocks
+            self.slice = blocks
         return self
 
     @property
@@ -106,10 +109,10 @@ class FewBitsParameter(ShardedParameter):
         """Called before all of the piece is written with `write_at`: drop what was merged, and increase the version on
         every rank, even with an empty piece."""
         self.added = None
-        if self.home is None:
+        if self.slice is None:
             torch.autograd.graph.increment_version(self.blocks)
         else:
-            self.home.note_write()
+            self.slice.note_write()
 
     def write_at(self, first: int, numbers: Tensor) -> None:
         """Encode `numbers` as the piece's elements from `first`, a multiple of 64, on. They fill whole blocks, except
@@ -117,8 +120,8 @@ class FewBitsParameter(ShardedParameter):
         count = -(-numbers.numel() // BLOCK_NUMEL)
         blocks = self.blocks[first // BLOCK_NUMEL :][:count]
         self.coder.encode(numbers.to(self._dtype), blocks)
-        if self.home is not None:
-            self.home.note_write()  # while the slice is in memory
+        if self.slice is not None:
+            self.slice.note_write()  # while the slice is in memory
 
     def merge(self, added: Callable[[int, int], Tensor]) -> None:
         """From now on add `added(start, stop)`, 1-D, to elements [start, stop) of the flattened whole whenever they are
@@ -138,7 +141,9 @@ class FewBitsParameter(ShardedParameter):
     def without_autograd(self) -> Self:
         """Return an alias of the same blocks."""
         with torch.inference_mode(False):  # as every alias
-            alias = type(self)(self.blocks if self.home is None else self.home, self.coder, self._dtype, self.placement)
+            alias = type(self)(
+                self.blocks if self.slice is None else self.slice, self.coder, self._dtype, self.placement
+            )
         alias._origin = self if self._origin is None else self._origin
         return alias
 

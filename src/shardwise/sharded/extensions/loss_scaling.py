@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from shardwise.sharded.at_rest import pieces_of
-from shardwise.sharded.elementwise import note_writes
-from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations, slice_by_slice
+from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations
 
 
 def attach() -> None:
@@ -19,28 +18,22 @@ def attach() -> None:
 
 
 def _handler(func: OpOverload) -> Handler | None:
-    return _unscale if func._schema.name == "aten::_amp_foreach_non_finite_check_and_unscale_" else None
+    return unscale if func._schema.name == "aten::_amp_foreach_non_finite_check_and_unscale_" else None
 
 
-def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Unscale the pieces, then `all_reduce` one number in each shard group. Replicas hold equal gradients, so they find
-    the same without communication."""
-    gradients, found_inf, inv_scale = args
+def unscale(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Unscale the pieces, then let ranks agree."""
+    gradients, *others = args
+    pieces = [gradient.local if isinstance(gradient, ShardedParameter) else gradient for gradient in gradients]
+    func(pieces, *others, **kwargs)
+    torch.autograd.graph.increment_version(pieces)
+    agree(gradients, others[0])
+
+
+def agree(gradients: Sequence[Tensor], found_inf: Tensor) -> None:
+    """Let an inf or NaN that one rank found be found by all: one `all_reduce` of a number in each shard group. Replicas
+    hold equal gradients, so they find the same without communication."""
     sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedParameter)]
-    for where in slice_by_slice([gradients]):
-        _unscale_pieces([gradients[i] for i in where], func, found_inf, inv_scale, kwargs)
     for group in dict.fromkeys(gradient.placement.shard_group for gradient in sharded):
         if group.world_size > 1:
             group.all_reduce(found_inf, "max").wait()
-
-
-def _unscale_pieces(
-    gradients: Sequence[Tensor], func: OpOverload, found_inf: Tensor, inv_scale: Tensor, kwargs: Mapping[str, Any]
-) -> None:
-    with pieces_of(gradients) as pieces:
-        here = pieces.tensors[0].device
-        found = found_inf.to(here)
-        func(pieces.tensors, found, inv_scale.to(here), **kwargs)
-        if found is not found_inf:
-            found_inf.copy_(found)
-        note_writes(gradients, pieces.tensors)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.errors import UsageError
+from shardwise.sharded.extensions.offloaded import slice_of
 from shardwise.sharded.parameter import Owner, ShardedParameter
 from shardwise.sharded.step_hooks import IS_PART
 
@@ -62,7 +63,7 @@ def _narrowed(group: dict[str, Any], some: Sequence[Tensor], twins: Mapping[Tens
     return narrowed
 
 
-def hollow(optimizer: Optimizer) -> Optimizer:
+def empty_view(optimizer: Optimizer) -> Optimizer:
     """Return a view without parameters, whose step does nothing."""
     return view_of(optimizer, [()] * len(optimizer.param_groups))
 
@@ -73,8 +74,9 @@ def step_some(
     """Take the optimizer's step for some of its parameters, as `step_view` does."""
     step_view(optimizer, view_of(optimizer, selected, state))
     for parameter in itertools.chain(*selected):
-        if isinstance(parameter, ShardedParameter) and parameter.home is not None and parameter.grad is not None:
-            parameter.home.note_write()
+        own = slice_of(parameter)
+        if own is not None and parameter.grad is not None:
+            own.note_write()
 
 
 def step_view(optimizer: Optimizer, view: Optimizer) -> None:

@@ -35,7 +35,7 @@ def _fill(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     target = args[0]
     plain = not any(isinstance(value, ShardedParameter) for value in (*args[1:], *kwargs.values()))
     name = func._schema.name.replace("::", ".")
-    if type(target) is not ShardedParameter or not plain or target.placement.replicas is None:
+    if not isinstance(target, ShardedParameter) or not plain or target.placement.replicas is None:
         raise NotOnPiecesError(
             f"{name} can fill only a parameter of a sharded model, and no other argument may be sharded"
         )

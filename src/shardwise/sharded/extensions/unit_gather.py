@@ -59,16 +59,12 @@ def _full_tensor(tensor: ShardedParameter) -> Tensor:
     layout, unit = placement.layout, None if face is None else face.unit
     shares = layout.world_size > 1 and len(layout.entries) > 1 and layout.numel > 0
     flat = None
-    if shares and face is not None and unit is not None and _share_memory(face, tensor):
+    if shares and face is not None and unit is not None:
         flat = _of_unit(placement, tensor, cast(OneUnit, unit))
     if flat is None:
         return gather_fragments(placement, tensor.peek().detach())
     entry = layout.entries[placement.index]
     return flat[entry.start : entry.stop].view(entry.shape).clone()
-
-
-def _share_memory(a: ShardedParameter, b: ShardedParameter) -> bool:
-    return a.local is b.local if a.home is None else a.home is b.home
 
 
 def forget(units: Iterable[OneUnit]) -> None:

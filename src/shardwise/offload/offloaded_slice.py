@@ -1,12 +1,12 @@
-"""The home of one slice of weights or gradients: its place on a medium and, for a while, a buffer of the ring.
+"""One slice of weights or gradients, stored off the device: its place on a medium and, for a while, a ring buffer.
 
-                 --read_ahead-->            --come-->
-        RESTING                  READING               HERE --let_go, if it was written--> WRITING
-           ^                                            |                                     |
-           +---------------let_go, if it was not--------+                                     |
-           +------------------------------the write is over-----------------------------------+
+                   --read_ahead-->            --load-->
+        OFFLOADED                  READING              RESIDENT --let_go, if it was written--> WRITING
+           ^                                               |                                       |
+           +---------------let_go, if it was not-----------+                                       |
+           +-------------------------------the write is over---------------------------------------+
 
-Code that reads or writes the slice first has it loaded (`flat`, `come`, `claim`) and holds a view of the buffer. The
+Code that reads or writes the slice first has it loaded (`flat`, `load`, `claim`) and holds a view of the buffer. The
 buffer is given back when another slice is to be loaded and no view is left. So there is never more than one copy of the
 numbers that anybody can change.
 """
@@ -29,29 +29,29 @@ from shardwise.offload.media.medium import Transfer
 from shardwise.offload.shard_store import ShardStore
 
 
-class HomeState(enum.Enum):
+class SliceState(enum.Enum):
     """Where the numbers of a slice are."""
 
-    RESTING = "resting"
+    OFFLOADED = "offloaded"
     """On the medium only."""
     READING = "reading"
     """Being read into a buffer."""
-    HERE = "here"
+    RESIDENT = "resident"
     """In a buffer. If the buffer was written to, the medium holds older numbers."""
     WRITING = "writing"
     """In a buffer, being written back to the medium."""
 
 
-_MOVES: dict[HomeState, tuple[HomeState, ...]] = {
-    HomeState.RESTING: (HomeState.READING, HomeState.HERE),
-    HomeState.READING: (HomeState.HERE, HomeState.RESTING),
-    HomeState.HERE: (HomeState.WRITING, HomeState.RESTING),
-    HomeState.WRITING: (HomeState.HERE, HomeState.RESTING),
+_MOVES: dict[SliceState, tuple[SliceState, ...]] = {
+    SliceState.OFFLOADED: (SliceState.READING, SliceState.RESIDENT),
+    SliceState.READING: (SliceState.RESIDENT, SliceState.OFFLOADED),
+    SliceState.RESIDENT: (SliceState.WRITING, SliceState.OFFLOADED),
+    SliceState.WRITING: (SliceState.RESIDENT, SliceState.OFFLOADED),
 }
 
 
-class SliceHome:
-    """The home of one slice: 1-D, of one dtype. Does not communicate; errors of the medium are UsageErrors."""
+class OffloadedSlice:
+    """One slice: 1-D, of one dtype. Does not communicate; errors of the medium are UsageErrors."""
 
     def __init__(self, store: ShardStore, numel: int, dtype: torch.dtype) -> None:
         """Choose a place on the medium, without allocating it yet."""
@@ -62,7 +62,7 @@ class SliceHome:
         self.start = store.place(self.nbytes)
         """First byte of the slice on the medium."""
         weakref.finalize(self, store.vacate, self.start, self.nbytes).atexit = False
-        self.state = HomeState.RESTING
+        self.state = SliceState.OFFLOADED
         self._buffer: Tensor | None = None
         self._bytes: Tensor | None = None
         """The part of the buffer that the slice fills: the one tensor that all views are made from."""
@@ -79,9 +79,9 @@ class SliceHome:
         """2-norms of pieces, by their offsets, at `_norms_version`."""
         self._norms_version = 0
 
-    def _move(self, state: HomeState) -> None:
+    def _move(self, state: SliceState) -> None:
         """Change the state. Nothing else does."""
-        assert state in _MOVES[self.state], f"a slice at rest: {self.state.value} -> {state.value}"
+        assert state in _MOVES[self.state], f"an offloaded slice: {self.state.value} -> {state.value}"
         self.state = state
 
     @property
@@ -89,35 +89,35 @@ class SliceHome:
         """Like a tensor's `_version`: grows with every write, and not when the slice is loaded or written back."""
         return self._former_versions + (0 if self._bytes is None else self._bytes._version)
 
-    # Coming -----------------------------------------------------------------------------------------------------------
+    # Loading ----------------------------------------------------------------------------------------------------------
 
     def flat(self) -> Tensor:
         """Load the slice and return a view of it for the current stream. The buffer stays while any view of it exists.
 
         Writes to the view reach the medium later, if they raise the tensor's version or are reported by `note_write`.
         """
-        view = self.come()
+        view = self.load()
         assert self._buffer is not None
         self.store.medium.use(self._buffer)
         return view
 
     def lend(self) -> Tensor:
-        """As `flat`, to somebody outside: it is on the medium anew when the last view is gone, since collectives,
-        kernels and writes to `.data` tell no version."""
+        """Return a view for external code, after whose last view the slice is written back in any case: collectives,
+        kernels and writes to `.data` raise no version."""
         view = self.flat()
         self._is_written = True
         self._norms = {}
         return view
 
-    def come(self) -> Tensor:
+    def load(self) -> Tensor:
         """Like `flat`, but only to keep the slice in its buffer: the view must not be read or written."""
-        if self.state is not HomeState.HERE:
+        if self.state is not SliceState.RESIDENT:
             self.store.medium.check()
             self.store.make_way()
-            if self.state is HomeState.RESTING:
+            if self.state is SliceState.OFFLOADED:
                 self._begin_read(self.store.take_buffer())
             self._wait()
-            self._move(HomeState.HERE)
+            self._move(SliceState.RESIDENT)
         return self._view()
 
     def _view(self) -> Tensor:
@@ -135,10 +135,10 @@ class SliceHome:
         """Like `flat`, but without reading the medium: the caller overwrites the whole slice, on the current stream or
         on one that waits for it."""
         self.store.make_way()
-        if self.state is not HomeState.HERE:
+        if self.state is not SliceState.RESIDENT:
             self.finish()
             self._take(self.store.take_buffer())
-            self._move(HomeState.HERE)
+            self._move(SliceState.RESIDENT)
         assert self._buffer is not None
         self.store.medium.claim(self._buffer)
         self.note_write()
@@ -146,12 +146,12 @@ class SliceHome:
 
     def read_ahead(self) -> None:
         """Begin to read the slice, which will be needed soon, if a buffer is free."""
-        if self.state is HomeState.RESTING and (buffer := self.store.take_free_buffer()) is not None:
+        if self.state is SliceState.OFFLOADED and (buffer := self.store.take_free_buffer()) is not None:
             self._begin_read(buffer)
 
     def _begin_read(self, buffer: Tensor) -> None:
         self._take(buffer)
-        self._move(HomeState.READING)
+        self._move(SliceState.READING)
         assert self._bytes is not None
         try:
             self._under_way = self.store.medium.read(self.start, self._bytes)
@@ -180,10 +180,10 @@ class SliceHome:
         self._under_way = None
 
     def in_host_memory(self) -> Tensor | None:
-        """See `Home`."""
+        """See `sharded.extensions.offloaded.Slice`."""
         self.leave()
         self.finish()
-        if self.state is not HomeState.RESTING:  # somebody holds a view of the buffer
+        if self.state is not SliceState.OFFLOADED:  # somebody holds a view of the buffer
             return None
         memory = self.store.medium.in_host_memory(self.start, self.numel * self.dtype.itemsize)
         return None if memory is None else memory.view(self.dtype)
@@ -200,27 +200,27 @@ class SliceHome:
         return bool(self._norms) and self._norms_version == self._version
 
     def norm_at(self, offset: int) -> Tensor | None:
-        """See `Home`."""
+        """See `sharded.extensions.offloaded.Slice`."""
         return self._norms[offset] if self.knows_norms else None
 
     @property
     def host_computes(self) -> bool:
-        """See `Home`."""
+        """See `sharded.extensions.offloaded.Slice`."""
         return self.store.host_computes
 
     @contextmanager
     def at_rest(self) -> Iterator[Tensor | None]:
-        """See `Home`."""
+        """See `sharded.extensions.offloaded.Slice`."""
         memory = self.in_host_memory()
         with host_threads.on_host() if memory is not None else nullcontext():
             yield memory
 
-    # Going ------------------------------------------------------------------------------------------------------------
+    # Leaving ----------------------------------------------------------------------------------------------------------
 
     def note_write(self) -> None:
         """Note that the slice was written, perhaps in a way that `_version` of the buffer does not count."""
         self._former_versions += 1
-        self._is_written = self._is_written or self.state is HomeState.HERE
+        self._is_written = self._is_written or self.state is SliceState.RESIDENT
 
     def _references(self) -> int:
         """Return how many tensors refer to the buffer's storage."""
@@ -236,14 +236,14 @@ class SliceHome:
     def leave(self) -> None:
         """Let go of the slice at once, not only when another slice needs a buffer. The current stream must be behind
         all work on it."""
-        if self.state is HomeState.HERE:
+        if self.state is SliceState.RESIDENT:
             assert self._buffer is not None
             self.store.medium.use(self._buffer)
             self.let_go()
 
     def let_go(self) -> None:
         """Give the buffer back, now or once it is written. Does nothing while anybody holds a view of it."""
-        if self.state is not HomeState.HERE or self.is_viewed:
+        if self.state is not SliceState.RESIDENT or self.is_viewed:
             return
         assert self._bytes is not None
         if not self._is_written and self._bytes._version == self._clean_version:
@@ -251,33 +251,33 @@ class SliceHome:
             return
         self._under_way = self.store.medium.write(self.start, self._bytes)
         self._is_written, self._clean_version = False, self._bytes._version
-        self._move(HomeState.WRITING)
+        self._move(SliceState.WRITING)
 
     @property
     def is_being_read(self) -> bool:
         """Whether the slice is being read into its buffer."""
-        return self.state is HomeState.READING
+        return self.state is SliceState.READING
 
     @property
     def is_being_written(self) -> bool:
         """Whether the slice is being written back to the medium."""
-        return self.state is HomeState.WRITING
+        return self.state is SliceState.WRITING
 
     @property
     def is_written(self) -> bool:
         """Whether the slice's write has finished, so that `finish` frees the buffer without waiting."""
-        return self.state is HomeState.WRITING and self._under_way is not None and self._under_way.is_over
+        return self.state is SliceState.WRITING and self._under_way is not None and self._under_way.is_over
 
     def finish(self) -> None:
         """Wait for a read or write under way, then give the buffer back."""
-        if self.state in (HomeState.READING, HomeState.WRITING):
+        if self.state in (SliceState.READING, SliceState.WRITING):
             self._wait()
             self._rest()
 
     def _rest(self) -> None:
         assert self._bytes is not None
         assert self._buffer is not None
-        self._move(HomeState.RESTING)
+        self._move(SliceState.OFFLOADED)
         self._former_versions += self._bytes._version
         buffer, self._buffer, self._bytes = self._buffer, None, None
         self.store.give_back(self, buffer)
