@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,11 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint import convert, verify
+from shardwise.checkpoint.interchange.convert import read
+from shardwise.checkpoint.interchange.dcp_files import write_dcp
+from shardwise.checkpoint.interchange.kinds import kind_of
+from shardwise.checkpoint.interchange.safetensors_files import write_checkpoint
+from shardwise.checkpoint.interchange.torch_files import write_pt
 from shardwise.cli.app import run
 from shardwise.errors import CheckpointError
 from tests.checkpoint.interchange.sources import load_fsdp2, save_fsdp2, stored, whole
@@ -588,6 +595,25 @@ def test_damaged_data_is_named(damage: str, tmp_path: Path, capsys: pytest.Captu
     assert "__0_0.distcp" in refused(capsys, tmp_path / "dcp", tmp_path / "own")
     assert not (tmp_path / "own").exists()
     assert not (tmp_path / "own.partial").exists()
+
+
+@pytest.mark.parametrize("file", ["weights.pt", "dcp/__0_0.distcp", "hf/model.safetensors"])
+def test_a_file_that_is_cut_while_it_is_converted_is_named(file: str, tmp_path: Path) -> None:
+    """No tensor is read through a memory map, where that would end the process."""
+    weights = {"w": torch.ones(30_000)}
+    torch.save(weights, tmp_path / "weights.pt")
+    dcp.save(weights, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "hf").mkdir()
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
+    source = tmp_path / file.split("/")[0]
+    contents = read(source, kind_of(source))
+    size = (tmp_path / file).stat().st_size
+    for cut, message in ((size // 2, "ends at byte|is damaged"), (None, "is missing")):
+        (tmp_path / file).unlink() if cut is None else os.truncate(tmp_path / file, cut)
+        for write in (write_pt, partial(write_dcp, flat=False), partial(write_checkpoint, max_file_bytes=size)):
+            with pytest.raises(CheckpointError, match=f"{file} ({message})"):
+                write(contents, tmp_path / "target")
+            assert not list(tmp_path.glob("target*"))
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

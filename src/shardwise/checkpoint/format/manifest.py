@@ -179,6 +179,18 @@ def reading(path: object) -> Iterator[None]:
         raise UnreadableError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
 
 
+@contextmanager
+def reading_data(path: object) -> Iterator[None]:
+    """Like `reading`; and raise CheckpointError if the file is missing, or an EOFError says that it ends too early."""
+    try:
+        with reading(path):
+            yield
+    except EOFError as error:
+        raise CheckpointError(f"{path} ends at byte {error}, before the end of its tensor data") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path} is missing") from None
+
+
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs as a dict. Raises ValueError for equal names: JSON readers keep the last, and the first would go
     unchecked."""

@@ -274,14 +274,11 @@ def read(
     buffers = Buffers()
     for file, pieces in by_file.items():
         layout, path = files.files[file], f"{contents}/{file}"
-        try:
-            with manifest.reading(path), contents.open(file) as source, RangeReader(source, buffers) as reader:
-                for piece, place in sorted(pieces, key=lambda item: layout.starts[item[1].name]):
-                    done = piece.fill(reader, layout, place, past_cache and not piece.is_whole)
-                    read_bytes += done.read_bytes
-                    peak_staged_bytes = max(peak_staged_bytes, done.peak_staged_bytes)
-                reader.finish()
-                direct_bytes += reader.direct_bytes
-        except EOFError as error:
-            raise CheckpointError(f"{path} ends at byte {error}, before the end of its tensor data") from None
+        with manifest.reading_data(path), contents.open(file) as source, RangeReader(source, buffers) as reader:
+            for piece, place in sorted(pieces, key=lambda item: layout.starts[item[1].name]):
+                done = piece.fill(reader, layout, place, past_cache and not piece.is_whole)
+                read_bytes += done.read_bytes
+                peak_staged_bytes = max(peak_staged_bytes, done.peak_staged_bytes)
+            reader.finish()
+            direct_bytes += reader.direct_bytes
     return Read(read_bytes, peak_staged_bytes, direct_bytes)

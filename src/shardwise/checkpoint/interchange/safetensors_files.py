@@ -23,7 +23,6 @@ from shardwise.checkpoint.io.checksums import RegionSums
 from shardwise.checkpoint.io.storage import Directory, LocalDirectory, Location, Source
 from shardwise.checkpoint.publish import commit
 from shardwise.checkpoint.publish.target import write_documents
-from shardwise.errors import CheckpointError
 from shardwise.files.local_file import write_at
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -99,15 +98,8 @@ def lazy_tensors(place: _Files, files: Mapping[str, TensorFile]) -> dict[str, La
 def _load(place: _Files, file: str, layout: TensorFile, name: str) -> Tensor:
     stored = layout.tensors[name]
     values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="cpu")
-    path = f"{place}/{file}"
-    if values.numel():
-        try:
-            with manifest.reading(path), place.open(file) as source:
-                source.read_at(layout.starts[name], bytes_of(values.view(-1)))
-        except EOFError as error:
-            raise CheckpointError(f"{path} ends at byte {error}, before the end of its tensor data") from None
-        except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointError(f"{path} is missing") from None
+    with manifest.reading_data(f"{place}/{file}"), place.open(file) as source:
+        source.read_at(layout.starts[name], bytes_of(values.view(-1)))
     return values
 
 

@@ -77,13 +77,8 @@ def _lazy(path: Path, start: int, fake: FakeTensor) -> LazyTensor:
 
     def load() -> Tensor:
         values = torch.empty(extent, dtype=fake.dtype, device="cpu")
-        try:
-            with manifest.reading(path), path.open("rb", buffering=0) as file:
-                read_at(file.fileno(), first, bytes_of(values))
-        except EOFError as error:
-            raise CheckpointError(f"{path} ends at byte {error}, before the end of its tensor data") from None
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing") from None
+        with manifest.reading_data(path), path.open("rb", buffering=0) as file:
+            read_at(file.fileno(), first, bytes_of(values))
         values = values.as_strided(shape, stride)
         for is_marked, resolve in zip(marks, (torch.conj_physical, torch.neg), strict=True):
             values = resolve(values) if is_marked else values  # x.conj() is saved as the bytes of x and a mark
