@@ -166,7 +166,7 @@ class Fetchers(Protocol):
     def on_first(self, task: Callable[[], str]) -> str:
         """Return on every rank what a task returns on rank 0."""
 
-    def work(self, task: Callable[[], object]) -> None:
+    def work(self, task: Callable[[], object]) -> object:
         """Run each rank's task, which may take longer than others would wait in a collective."""
 
 

@@ -113,7 +113,7 @@ class ChainedWork:
 
 
 Combine = Callable[[bytes, bytes], bytes]
-"""Combines two messages into one. Must be associative and commutative: on streams the order is not that of ranks."""
+"""Combines two messages into one. Must be associative and commutative: the order need not be that of ranks."""
 
 
 class Collectives(Protocol):

@@ -186,7 +186,7 @@ class CollectiveLog:
     def _explain(self, point: SyncPoint, one: int, other: int) -> None:
         """Raise the error that names the first difference between two ranks' logs. Every rank must call this."""
         own = {self._rank: [self._entries, self._reason]} if self._rank in {one, other} else {}
-        shown = self._over_all_groups(json.dumps(own).encode(), merged, point)
+        shown = self._over_all_groups(json.dumps(own).encode(), _merged, point)
         logs, reasons = ({int(rank): said[i] for rank, said in json.loads(shown).items()} for i in (0, 1))
         position = next(
             (i for i, pair in enumerate(zip(logs[one], logs[other], strict=False)) if pair[0] != pair[1]),
@@ -222,6 +222,6 @@ def _combine(left: bytes, right: bytes) -> bytes:
     return head + np.maximum(ours, theirs).tobytes()
 
 
-def merged(left: bytes, right: bytes) -> bytes:
+def _merged(left: bytes, right: bytes) -> bytes:
     """Combine two messages that are maps in JSON: the map with the items of both."""
     return json.dumps(json.loads(left) | json.loads(right)).encode()

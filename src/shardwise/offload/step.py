@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.comm.protocol import Collectives
+from shardwise.comm.together import Doing
 from shardwise.offload.host_step import HostStep
 from shardwise.offload.shard_store import BUFFERS, slices_for_step
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.stores import of_owner
-from shardwise.offload.together import together
 from shardwise.sharded.extensions.offloaded import Slice
 from shardwise.sharded.extensions.partial_step import by_owner, step_some
 from shardwise.sharded.parameter import ShardedParameter
@@ -29,7 +29,7 @@ def step_with_stores(optimizer: Optimizer, selected: Sequence[Sequence[Tensor]])
     """
     groups = _groups_of(selected)
     stores = stores_of(optimizer)
-    with together(groups, _STEP):
+    with Doing(groups, _STEP).together():
         for store in stores:
             store.check(optimizer)
             store.prepare(optimizer)
@@ -44,7 +44,7 @@ def step_with_stores(optimizer: Optimizer, selected: Sequence[Sequence[Tensor]])
             elif parameter.grad is not None:
                 assert isinstance(parameter, ShardedParameter)
                 stored.setdefault(own, []).append(parameter)
-    with together(groups, _STEP):
+    with Doing(groups, _STEP).together():
         _step_by_slices(optimizer, resting)
         for stepping, parameters in stored.items():
             stepping.step(optimizer, parameters)

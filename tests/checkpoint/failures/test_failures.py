@@ -229,7 +229,7 @@ def test_no_collective_carries_weights(tmp_path: Path) -> None:
     sw.checkpoint.save(tmp_path / "c", model, optimizer)
     sw.checkpoint.load(tmp_path / "c", model, optimizer)
     told = [event for event in events(engine)[before:] if event.op not in {"release", "claim"}]
-    assert {event.op for event in told} == {"control", "exchange"}
+    assert {event.op for event in told} == {"exchange"}
     assert sum(event.bytes_sent for event in told) < 512
 
 

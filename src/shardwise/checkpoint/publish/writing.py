@@ -154,7 +154,7 @@ def publish(writing: Writing, peers: Agreement, copy: Copy | None) -> None:
 
 def _begin(target: Target, peers: Agreement) -> None:
     """Create the target's directory, and check that every rank sees it."""
-    token = f".token-{peers.broadcast_from_rank0(secrets.randbits(62)):x}"
+    token = f".token-{peers.from_first(secrets.randbits(62)):x}"
     with peers.together(f"{target} cannot be written"):
         if peers.is_first:
             target.begin()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-import torch
-
 from shardwise.checkpoint.ranks.agreement import Agreement
+from shardwise.comm.together import OverGroups
 from shardwise.engine.engine import Engine
 from shardwise.engine.mesh import Mesh
 from shardwise.errors import UsageError
@@ -43,11 +42,11 @@ def _ranks(mesh: Mesh) -> set[int]:
     return {rank for group in mesh.spans for rank in group}
 
 
-class Peers(Agreement):
+class Peers(Agreement, OverGroups):
     """All ranks of a mesh, replicas included. Every method is collective."""
 
     def __init__(self, mesh: Mesh) -> None:
-        super().__init__(mesh.replicate.rank * mesh.shard.world_size + mesh.shard.rank, mesh.world_size)
+        super().__init__((mesh.shard, mesh.replicate))
         self._mesh = mesh
         self.replicas = mesh.replicate.world_size
         self.replica = mesh.replicate.rank
@@ -62,9 +61,3 @@ class Peers(Agreement):
         local_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
         machines = [rank // local_ranks for rank in self._mesh.spans[1]]
         return len(set(machines)) == len(machines)
-
-    def _highest(self, numbers: list[int]) -> list[int]:
-        values = torch.tensor(numbers, dtype=torch.int64, device=self._mesh.device)
-        self._mesh.shard.all_reduce(values, "max").wait()
-        self._mesh.replicate.all_reduce(values, "max").wait()
-        return [int(value) for value in values.tolist()]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 
-from shardwise.engine.collective_log import merged
+from shardwise.comm.together import OverGroups
 from shardwise.engine.mesh import Mesh
 from shardwise.offload import host_threads
 
@@ -16,8 +15,5 @@ def share_cores(mesh: Mesh) -> None:
     if mesh.is_dry:
         return
     host = socket.gethostname()
-    message = json.dumps({f"{host}/{os.getpid()}": [host, sorted(host_threads.available_cores())]}).encode()
-    for group in (mesh.shard, mesh.replicate):
-        message = group.exchange(message, merged)
-    ranks: dict[str, tuple[str, list[int]]] = json.loads(message)
-    host_threads.share_with({name: cores for name, (where, cores) in ranks.items() if where == host})
+    told = OverGroups((mesh.shard, mesh.replicate)).hear((host, os.getpid(), sorted(host_threads.available_cores())))
+    host_threads.share_with({f"{where}/{pid}": cores for where, pid, cores in told if where == host})

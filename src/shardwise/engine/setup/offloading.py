@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.comm.together import Doing
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.offloaded import OffloadedGradient, gradients_in, offloaded, stores_for
 from shardwise.engine.mesh import Mesh
@@ -16,7 +17,6 @@ from shardwise.engine.units.group import Group
 from shardwise.modules.site import Original
 from shardwise.offload.step_hook import put_last
 from shardwise.offload.stores import Stores, any_offloaded, attach
-from shardwise.offload.together import together
 from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
 from shardwise.sharded.parameter import Owner
@@ -74,6 +74,6 @@ def _take_room(stores: Stores, groups: Sequence[Group], mesh: Mesh) -> None:
     for group in groups:
         if group.trainable and isinstance(group.gradients, OffloadedGradient):
             group.gradients.reserve()
-    with together((mesh.shard, mesh.replicate), "sw.shard"):
+    with Doing((mesh.shard, mesh.replicate), "sw.shard").together():
         for store in stores.of_slices:
             store.take_room()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
-from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,25 +25,6 @@ _COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 
 class RunProcesses(Processes):
     """The processes of a run. Every method is collective."""
-
-    def on_first(self, task: Callable[[], T]) -> T:
-        """Run a task in process 0 and return its result, which must be small and picklable, in every process; or raise
-        in every process."""
-        results: list[T] = []
-        with self.together("process 0 failed"):
-            if self.is_first:
-                results.append(task())
-        if self.world_size == 1:
-            return results[0]
-        data = pickle.dumps(results)
-        length = self.broadcast_from_rank0(len(data))
-        said = self._highest(list(data) if self.is_first else [0] * length)
-        found: list[T] = pickle.loads(bytes(said))
-        return found[0]
-
-    def any(self, own: bool) -> bool:
-        """Return whether `own` is true in any process."""
-        return bool(self._highest([int(own)])[0])
 
     def connect(self, over: Mesh) -> None:
         """Connect this process's CPU devices with those of other processes, for all groups along the mesh's axes.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,16 +17,15 @@ import torch.distributed.nn.functional  # imported while there is a group, its f
 
 from shardwise import accelerators, device_tools
 from shardwise.comm.backends.tree_channel import TreeChannel, channel_of
-from shardwise.comm.protocol import Combine
 from shardwise.errors import MeshError
-from shardwise.together import fail_together, work_together
+from shardwise.together import Combine, Together
 from shardwise.train.process.interruption import Interrupted
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class Ranks(Together):
     """This process's place in a run. Its exchanges go between hosts and wait for no device."""
 
     rank: int
@@ -35,11 +33,6 @@ class Ranks:
     device: torch.device
     _channels: list[TreeChannel] = field(default_factory=list, init=False, repr=False, compare=False)
     """Empty until the first exchange, then one channel. A list, because the class is frozen."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, which writes files and prints to the terminal."""
-        return self.rank == 0
 
     def sum(self, values: Sequence[float], dtype: type[np.generic] = np.float64) -> list[float]:
         """Return elementwise sums over all ranks, the same on every rank. Every rank must call this.
@@ -52,24 +45,15 @@ class Ranks:
         def add(left: bytes, right: bytes) -> bytes:
             return (np.frombuffer(left, dtype) + np.frombuffer(right, dtype)).tobytes()
 
-        total: list[float] = np.frombuffer(self._exchange(np.array(values, dtype).tobytes(), add), dtype).tolist()
+        total: list[float] = np.frombuffer(self.exchange(np.array(values, dtype).tobytes(), add), dtype).tolist()
         return total
 
     def count(self, local: int) -> int:
         """Return the sum of an integer over all ranks. Every rank must call this."""
         return int(self.sum([local], np.int64)[0])
 
-    def hear(self, own: T) -> list[T]:
-        """Return one object from every rank, in rank order, on every rank; small and picklable. Every rank must call
-        this."""
-
-        def both(left: bytes, right: bytes) -> bytes:
-            return pickle.dumps(pickle.loads(left) | pickle.loads(right))
-
-        said: dict[int, T] = pickle.loads(self._exchange(pickle.dumps({self.rank: own}), both))
-        return [said[rank] for rank in sorted(said)]
-
-    def _exchange(self, message: bytes, combine: Combine) -> bytes:
+    def exchange(self, message: bytes, combine: Combine) -> bytes:
+        """Exchange over a channel of the run's own."""
         if self.world_size == 1:
             return message
         if not self._channels:
@@ -77,39 +61,6 @@ class Ranks:
             assert world is not None
             self._channels.append(channel_of(world, {}))
         return self._channels[0].exchange(message, combine)
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Either all ranks exit the block or all raise: the failing rank its own error, the others a PeerError.
-
-        Every rank must enter. No collective may be inside.
-        """
-
-        with fail_together(self._tell):
-            yield
-
-    def _tell(self, failure: str | None) -> str | None:
-        failures = self.hear(failure)
-        return next((f"rank {rank} failed: {text}" for rank, text in enumerate(failures) if text is not None), None)
-
-    def work(self, task: Callable[[], object]) -> None:
-        """Run a task that may take longer on some ranks than others would wait: see `work_together`. Every rank must
-        call this."""
-        if self.world_size == 1:
-            task()  # in this thread, so that an interrupt reaches it
-        else:
-            work_together(task, self._tell, lambda own: self.count(own) > 0)
-
-    def on_first(self, task: Callable[[], T]) -> T:
-        """Run a task on rank 0 only and return its result, which must be small and picklable, on every rank.
-
-        Every rank must call this. If the task raises, all ranks raise, as in `together`.
-        """
-        results: list[T] = []
-        with self.together():
-            if self.is_first:
-                results.append(task())
-        return self.hear(results)[0][0]
 
 
 @contextmanager
