@@ -1,4 +1,4 @@
-"""The outer face: a sharded parameter as torch's modules, autograd and users see it."""
+"""A sharded parameter as torch's modules, autograd and users see it."""
 
 import copy
 import io

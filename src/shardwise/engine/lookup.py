@@ -7,7 +7,7 @@ from torch import nn
 from shardwise.engine.engine import Engine
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
-from shardwise.sharded.parameter import ShardedParameter, outer_face
+from shardwise.sharded.parameter import ShardedParameter, sharded_of
 
 _ENGINE = "_shardwise_engine"
 
@@ -53,10 +53,10 @@ def engines_of(model: nn.Module) -> list[Engine]:
     for module in model.modules():
         if _ENGINE in module.__dict__:
             engines[module.__dict__[_ENGINE]] = None
-        for parameter in module._parameters.values():
-            face = parameter if parameter is None or isinstance(parameter, ShardedParameter) else outer_face(parameter)
-            if face is not None and isinstance(face.unit, Unit) and isinstance(face.unit.listener, Engine):
-                engines[face.unit.listener] = None
+        for held in module._parameters.values():
+            sharded = held if held is None or isinstance(held, ShardedParameter) else sharded_of(held)
+            if sharded is not None and isinstance(sharded.unit, Unit) and isinstance(sharded.unit.listener, Engine):
+                engines[sharded.unit.listener] = None
     if not engines:
         raise _not_sharded(model)
     return list(engines)

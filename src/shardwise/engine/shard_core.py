@@ -27,7 +27,7 @@ from shardwise.engine.units.unit import Unit, UnitSettings
 from shardwise.modules.site import Original, Site, UnitPlan
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
-from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
+from shardwise.sharded.parameter import SHARDED_ATTRIBUTE, ShardedParameter
 from shardwise.sharded.step_hooks import watch
 
 # Choosing units -------------------------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def _build_units(model: nn.Module, plans: Sequence[UnitPlan], engine: Engine, se
         seams.materialise(model, list(zip(units, plans, strict=True)), engine)
     for group in (group for unit in units for group in unit.groups):
         for sharded in group.sharded:  # holders of the original, such as optimizers, find the sharded one here
-            setattr(originals[sharded.fqn], SHARDED_FACE, sharded)
+            setattr(originals[sharded.fqn], SHARDED_ATTRIBUTE, sharded)
     return units
 
 

@@ -22,7 +22,7 @@ from shardwise.offload.resting_state import RestingState
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.stores import of_owner
 from shardwise.policy.kinds import STATE_KINDS
-from shardwise.sharded.parameter import ShardedParameter, outer_face
+from shardwise.sharded.parameter import ShardedParameter, sharded_of
 from shardwise.tables import aligned, format_bytes
 
 
@@ -100,7 +100,7 @@ def replicated(model: nn.Module) -> dict[str, int]:
 
 def _known(engine: Engine, model: nn.Module, state_bytes: int) -> dict[str, int]:
     groups = [group for unit in engine.units for group in unit.groups]
-    whole = [p for p in model.parameters() if not isinstance(p, ShardedParameter) and outer_face(p) is None]
+    whole = [p for p in model.parameters() if not isinstance(p, ShardedParameter) and sharded_of(p) is None]
     whole_gradients = [parameter.grad for parameter in whole if parameter.grad is not None]
     return {
         "param_shards": sum(unit.parameters.shard_bytes for unit in engine.units)

@@ -12,7 +12,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from shardwise.engine.extensions.backward_steps import BackwardSteps, steps_in_backward
 from shardwise.errors import UsageError
 from shardwise.sharded.norms import global_norms
-from shardwise.sharded.parameter import ShardedParameter, outer_face
+from shardwise.sharded.parameter import ShardedParameter, sharded_of
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def clip_grad_norm_(
 def clip(
     parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Clip as `clip_grad_norm_` does, for outer faces, also where the optimizer steps in backward."""
+    """Clip as `clip_grad_norm_` does, for sharded parameters, also where the optimizer steps in backward."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.tensor(0.0)
@@ -82,9 +82,9 @@ def clip(
 
 
 def _parameters(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return the outer faces, which hold the gradients, also where modules hold inner faces because of `sw.unshard`."""
+    """Return the sharded parameters, which hold the gradients, also where `sw.unshard` shows modules unsharded ones."""
     if isinstance(model, nn.Module):
         model = model.parameters()
     given = [model] if isinstance(model, Tensor) else list(model)
-    faces = [(parameter, outer_face(parameter)) for parameter in given]
-    return [parameter if face is None else face for parameter, face in faces]
+    found = ((parameter, sharded_of(parameter)) for parameter in given)
+    return [parameter if sharded is None else sharded for parameter, sharded in found]

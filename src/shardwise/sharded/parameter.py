@@ -32,14 +32,15 @@ stored_dtype: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ig
 stored_device: Callable[[Tensor], torch.device] = Tensor.device.__get__
 """The device that torch knows, also of a sharded parameter without numbers."""
 
-SHARDED_FACE = "_shardwise_sharded"
-"""Attribute of a plain parameter that was sharded: its outer face."""
+SHARDED_ATTRIBUTE = "_shardwise_sharded"
+"""Attribute of a parameter from before `sw.shard`, and of an unsharded one: the sharded parameter."""
 
 
-def outer_face(parameter: Tensor) -> ShardedParameter | None:
-    """Return the outer face of a plain parameter that a unit computes with, or that was sharded; else None."""
-    face: ShardedParameter | None = getattr(parameter, SHARDED_FACE, None)
-    return face
+def sharded_of(parameter: Tensor) -> ShardedParameter | None:
+    """Return the sharded parameter that stands for a plain one which a unit computes with, or which was sharded; else
+    None."""
+    sharded: ShardedParameter | None = getattr(parameter, SHARDED_ATTRIBUTE, None)
+    return sharded
 
 
 class Owner(Protocol):
@@ -96,8 +97,8 @@ class ShardedParameter(Tensor):
     """Filled when an operation is first met, so that a call costs one lookup."""
     unit: Owner | None = None
     """The unit that the parameter belongs to; None for gradients, optimizer state and handles."""
-    inner: torch.nn.Parameter | None = None  # type: ignore[assignment]
-    """The leaf that modules compute with while the unit is gathered; None as for `unit`."""
+    unsharded: torch.nn.Parameter | None = None
+    """The parameter that modules compute with while the unit is gathered, autograd's leaf; None as for `unit`."""
 
     waiting: ShardedParameter | None = None
     """The placeholder for its `.grad` while that waits to be reduced (`waiting.py`), made when it is first needed."""
@@ -132,8 +133,8 @@ class ShardedParameter(Tensor):
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The shard's dtype; during a forward of the model, the compute dtype: code that casts a tensor to the dtype of
         a module's weights is then right, whether or not that module's unit is the one at work."""
-        if self.inner is not None and self.unit is not None and self.unit.is_running:
-            return self.inner.dtype
+        if self.unsharded is not None and self.unit is not None and self.unit.is_running:
+            return self.unsharded.dtype
         return stored_dtype(self)
 
     @property
@@ -152,7 +153,7 @@ class ShardedParameter(Tensor):
         return self.placement.fragment
 
     @property
-    def face(self) -> ShardedParameter | None:
+    def parameter(self) -> ShardedParameter | None:
         """The model's parameter that this is, or is an alias of; autograd saves aliases."""
         return self if self.unit is not None else self._origin
 
@@ -185,7 +186,7 @@ class ShardedParameter(Tensor):
 
     def register_hook(self, hook: Any) -> Any:
         """As torch's; the hook sees this rank's full gradient before it is reduced."""
-        return super().register_hook(hook) if self.inner is None else self.inner.register_hook(hook)  # type: ignore[no-untyped-call]
+        return super().register_hook(hook) if self.unsharded is None else self.unsharded.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
         """As torch's; the hook runs with this parameter once its reduced gradient is in `.grad`."""

@@ -207,7 +207,7 @@ def test_autograd_grad_over_sharded_parameters_is_never_silent(how: str) -> None
         parameters[0],
         (x, parameters[-1]),
         dict(model.named_parameters()),
-        [parameters[0].inner],
+        [parameters[0].unsharded],
     ):
         with pytest.raises(UsageError, match=r"torch.autograd.grad over .*loss.backward\(inputs="):
             torch.autograd.grad(squares(model, x), inputs, **ASKED[how])

@@ -117,7 +117,7 @@ def test_a_copy_has_everything_but_gradients() -> None:
     assert all(parameter.grad is None for parameter in second.parameters())
     assert [p.requires_grad for p in second.parameters()] == [p.requires_grad for p in model.parameters()]
     assert [unit.fqn for unit in require_engine(second).units] == [unit.fqn for unit in require_engine(model).units]
-    assert second.kept[0] is second.leave.weight.inner
+    assert second.kept[0] is second.leave.weight.unsharded
     assert type(second.enter.bias) is nn.Parameter
     before = model.leave.weight.grad.full_tensor()
     squares(second, batch(1)).backward()

@@ -69,7 +69,7 @@ def accumulated(case: Case, precision: sw.Precision) -> dict[str, Tensor]:
 
     for step in range(2):
         output = model(batch(step))
-        handle = model.blocks[1].up.weight.inner.register_hook(fail)  # type: ignore[union-attr]
+        handle = model.blocks[1].up.weight.unsharded.register_hook(fail)  # type: ignore[union-attr]
         with pytest.raises(ArithmeticError):
             output.float().sum().backward()
         handle.remove()

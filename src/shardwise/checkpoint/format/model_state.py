@@ -127,6 +127,6 @@ def _numel(tensor: Tensor) -> int:
 def _memory(tensor: Tensor) -> int:
     """Return a number that is the same for tensors that share memory, as long as they exist."""
     if isinstance(tensor, ShardedParameter) and slice_of(tensor) is not None:  # it has none of its own
-        return id(tensor.face or tensor)
+        return id(tensor.parameter or tensor)
     plain = tensor.local if isinstance(tensor, ShardedParameter) else tensor
     return plain.untyped_storage()._cdata if plain.layout is torch.strided else id(tensor)

@@ -18,7 +18,7 @@ from shardwise.checkpoint.names.wrappers import unwrapped_name
 from shardwise.errors import UsageError
 from shardwise.offload.step import host_step_of, store_of
 from shardwise.sharded.optimizer_state import NUMBERS
-from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter, types_of_lists
+from shardwise.sharded.parameter import SHARDED_ATTRIBUTE, ShardedParameter, types_of_lists
 
 _BY_POSITION = {"params", "param_names"}
 """Keys of a group that list its parameters, or their names, in an order that only this optimizer has."""
@@ -54,7 +54,7 @@ def named_groups(model: nn.Module, optimizer: Optimizer) -> list[list[tuple[str,
     for number, group in enumerate(optimizer.param_groups):
         groups.append([])
         for parameter in group["params"]:
-            face = getattr(parameter, SHARDED_FACE, parameter)
+            face = getattr(parameter, SHARDED_ATTRIBUTE, parameter)
             if id(face) not in fqns:
                 raise UsageError(
                     f"group {number} of this {type(optimizer).__name__} has a parameter of shape "

@@ -22,10 +22,10 @@ from shardwise.engine.units.group import Dtypes, Group, MakeGradients
 from shardwise.errors import LayoutError, UsageError
 from shardwise.layout.flat import round_up
 from shardwise.modules.extended import EXTENDED, inner_name
-from shardwise.modules.inner_face import placeholder_of
 from shardwise.modules.site import Original, Site, Values
+from shardwise.modules.unsharded_parameter import placeholder_of
 from shardwise.sharded.extensions.dtensor_names import mesh_of
-from shardwise.sharded.parameter import SHARDED_FACE
+from shardwise.sharded.parameter import SHARDED_ATTRIBUTE
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -114,10 +114,10 @@ class ExtendedGroup(Group):
         original = getattr(self.originals[0], EXTENDED)
         super().shard_parameters(device, storage, values)
         [sharded] = self.sharded
-        sharded.inner = self._leaf
+        sharded.unsharded = self._leaf
         sharded.take_grad_hooks(self._leaf)
-        for face in (self._leaf, original):
-            setattr(face, SHARDED_FACE, sharded)
+        for plain in (self._leaf, original):
+            setattr(plain, SHARDED_ATTRIBUTE, sharded)
         self.leaves = [self._leaf]
         self._places = [(module, name, self._leaf, sharded) for module, name, _, _ in self._places]
 

@@ -73,7 +73,7 @@ class BlockGroup(Group):
         blocks = slot.flat(self.gathered_start, self.dtypes.stored_numel(numel), torch.uint8)
         flat = slot.flat(self.unsharded_start, numel, self.dtypes.compute)
         self.coder.decode(blocks.view(-1, block_bytes(bits)), flat)
-        for entry, face in zip(self.layout.entries, self.sharded, strict=True):
-            added = face.added if isinstance(face, FewBitsParameter) else None
+        for entry, sharded in zip(self.layout.entries, self.sharded, strict=True):
+            added = sharded.added if isinstance(sharded, FewBitsParameter) else None
             if added is not None:
                 flat[entry.start : entry.stop].add_(added(0, entry.numel))

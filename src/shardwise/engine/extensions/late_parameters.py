@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.engine.engine import Engine
 from shardwise.errors import UsageError
 from shardwise.modules.site import foreign_parameter
-from shardwise.sharded.parameter import ShardedParameter, outer_face
+from shardwise.sharded.parameter import ShardedParameter, sharded_of
 
 
 class LateParameters:
@@ -66,7 +66,7 @@ class LateParameters:
             if parameter is not None
             and not isinstance(parameter, ShardedParameter)
             and id(parameter) not in known
-            and outer_face(parameter) is None
+            and sharded_of(parameter) is None
         ]
 
 

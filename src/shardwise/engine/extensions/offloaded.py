@@ -65,7 +65,7 @@ class OffloadedGradient(GradientShard):
 
     def _renew(self) -> None:
         """Allocate a place that nobody else refers to."""
-        is_again = bool(self.faces)
+        is_again = bool(self.by_parameter)
         if is_again:
             self.slice = None
         self.reserve()
@@ -74,13 +74,15 @@ class OffloadedGradient(GradientShard):
             return
         if is_again:
             self.slice.begin_anew()  # the place may hold numbers of another slice
-        self.faces = [OffloadedParameter(self.slice, each.stored_device, each.placement) for each in self._sharded]
+        self.by_parameter = [
+            OffloadedParameter(self.slice, each.stored_device, each.placement) for each in self._sharded
+        ]
         self._unkept = max(self._references())
 
     def release(self) -> None:
         """Free its place until it is allocated again, unless a parameter still has a gradient."""
         super().release()
-        if not self.faces:
+        if not self.by_parameter:
             self.slice = None
 
     def prepare_sum(self) -> tuple[Tensor, bool]:
@@ -109,7 +111,7 @@ class OffloadedGradient(GradientShard):
         own.leave()
 
     def _norms(self, flat: Tensor) -> dict[int, Tensor]:
-        held = [own for own in self.faces if own.fragment.numel]
+        held = [own for own in self.by_parameter if own.fragment.numel]
         norms = norms_of_pieces([piece_in(flat, own) for own in held])
         return {own.fragment.offset: norm for own, norm in zip(held, norms, strict=True)}
 
@@ -117,7 +119,7 @@ class OffloadedGradient(GradientShard):
         """Return how often Python refers to each gradient; a view of any piece counts for all."""
         if self.slice is None:
             return super()._references()
-        return [sys.getrefcount(own) + self.slice.is_viewed for own in self.faces]
+        return [sys.getrefcount(own) + self.slice.is_viewed for own in self.by_parameter]
 
 
 class OffloadedGroup(Group):

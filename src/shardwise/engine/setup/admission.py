@@ -12,7 +12,7 @@ from shardwise.engine.shard_core import CONTAINERS
 from shardwise.errors import LayoutError
 from shardwise.modules.memory import Extent, first_overlap
 from shardwise.modules.site import UnitPlan
-from shardwise.sharded.parameter import ShardedParameter, outer_face
+from shardwise.sharded.parameter import ShardedParameter, sharded_of
 
 
 def check_admissible(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
@@ -38,10 +38,10 @@ def _check_ties(model: nn.Module) -> None:
     places = list(model.named_parameters(remove_duplicate=False))
     here = {id(parameter): fqn for fqn, parameter in places if isinstance(parameter, ShardedParameter)}
     for fqn, parameter in places:
-        face = outer_face(parameter)
-        if face is not None:
-            theirs = here.get(id(face))
-            where = repr(theirs) if theirs else f"{face.fqn!r} of another model"
+        sharded = sharded_of(parameter)
+        if sharded is not None:
+            theirs = here.get(id(sharded))
+            where = repr(theirs) if theirs else f"{sharded.fqn!r} of another model"
             raise LayoutError(
                 f"{fqn!r} is tied to {where}, which an earlier sw.shard call sharded without it: a tied parameter "
                 "belongs to the module around all its users. Call sw.shard on that module and leave the earlier call "

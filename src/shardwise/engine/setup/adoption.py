@@ -130,7 +130,7 @@ def _rebase(unit: Unit, names: Mapping[nn.Module, str], collectives: Collectives
         group.fqns = [f"{names[site.module]}.{site.name}".lstrip(".") for site, *_ in group.sites]
         entries = zip(group.layout.entries, group.fqns, strict=True)
         group.layout = replace(group.layout, entries=tuple(replace(entry, fqn=fqn) for entry, fqn in entries))
-        for tensors in (group.sharded, group.gradients.faces):
+        for tensors in (group.sharded, group.gradients.by_parameter):
             for index, tensor in enumerate(tensors):
                 tensor.placement = Placement(group.layout, index, collectives)
     unit.parameters.move_to(collectives)

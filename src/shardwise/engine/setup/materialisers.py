@@ -70,9 +70,9 @@ def _put_off(units: Sequence[Planned], mesh: Mesh) -> None:
         agree_on_values(list(real.items()), mesh)
         unit.shard_parameters(mesh.device, real.get)
         for group in unit.groups:
-            blank = [face for face in group.sharded if face.fqn not in real]
-            for face in blank:
-                blank_(face.local)
+            blank = [sharded for sharded in group.sharded if sharded.fqn not in real]
+            for sharded in blank:
+                blank_(sharded.local)
             have_no_numbers(blank, group.counter)
 
 

@@ -14,7 +14,7 @@ from shardwise.engine.setup.forward_methods import register_generate
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.sharded.extensions.offloaded import slice_of
-from shardwise.sharded.parameter import ShardedParameter, outer_face
+from shardwise.sharded.parameter import ShardedParameter, sharded_of
 
 _WATCHED = "_shardwise_state_dicts"
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
@@ -65,9 +65,9 @@ def _is_between_steps(module: nn.Module) -> bool:
     for parameter in module._parameters.values():
         if parameter is None:
             continue
-        face = parameter if isinstance(parameter, ShardedParameter) else outer_face(parameter)
-        if face is not None and isinstance(face.unit, Unit) and isinstance(face.unit.listener, Engine):
-            return give_up_interrupted(face.unit.listener)
+        sharded = parameter if isinstance(parameter, ShardedParameter) else sharded_of(parameter)
+        if sharded is not None and isinstance(sharded.unit, Unit) and isinstance(sharded.unit.listener, Engine):
+            return give_up_interrupted(sharded.unit.listener)
     return True
 
 
@@ -102,8 +102,8 @@ def refuse_conversions(module: nn.Module) -> None:
     def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         from shardwise.modules.deferred_init.put_off import come  # not for models that are never converted
 
-        faces = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
-        kinds = {(p.dtype, p.device, p.stored_device, slice_of(p) is not None) for p in faces}
+        sharded = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
+        kinds = {(p.dtype, p.device, p.stored_device, slice_of(p) is not None) for p in sharded}
         for dtype, device, stored, is_offloaded in kinds:
             result = fn(torch.empty(0, dtype=dtype, device=device))
             if type(result) is Tensor and result.device.type == "cpu" and result.is_shared():

@@ -21,7 +21,7 @@ from shardwise.engine.extensions.failed_backwards import tell_of_errors
 from shardwise.engine.extensions.uncompiled import leave_uncompiled
 from shardwise.errors import UsageError
 from shardwise.sharded.optimizer_state import cut_state
-from shardwise.sharded.parameter import Owner, ShardedParameter, outer_face, types_of_lists
+from shardwise.sharded.parameter import Owner, ShardedParameter, sharded_of, types_of_lists
 
 with_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Every optimizer that has updated a sharded parameter, or whose state was loaded for some."""
@@ -79,7 +79,7 @@ def _unsharded(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], int, Tens
     the sharded one."""
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
-            sharded = None if isinstance(parameter, ShardedParameter) else outer_face(parameter)
+            sharded = None if isinstance(parameter, ShardedParameter) else sharded_of(parameter)
             if sharded is not None:
                 yield group, position, parameter, sharded
 
@@ -177,20 +177,20 @@ def _with_leaves(run_backward: RunBackward) -> RunBackward:
 
 
 def _leaves(item: Any) -> tuple[Any, ...]:
-    """Return where gradients of a sharded parameter arrive: at the leaf that modules computed with, and at the outer
-    face if it was read outside its module's forward. Anything else is returned as it is."""
-    inner: Tensor | None = item.inner if type(item) in types_of_lists else None
-    return (item,) if inner is None else (inner, item)
+    """Return where gradients of a sharded parameter arrive: at the leaf that modules computed with, and at itself if
+    it was read outside its module's forward. Anything else is returned as it is."""
+    leaf: Tensor | None = item.unsharded if type(item) in types_of_lists else None
+    return (item,) if leaf is None else (leaf, item)
 
 
 def _no_parameter(item: Any) -> tuple[Any, ...]:
-    """Return the item. Raises UsageError if it is either face of a sharded parameter."""
+    """Return the item. Raises UsageError if it is a sharded parameter, or stands for one."""
     if not isinstance(item, Tensor):
         return (item,)
-    face = item if isinstance(item, ShardedParameter) else outer_face(item)
-    if face is not None and face.inner is not None:
+    sharded = item if isinstance(item, ShardedParameter) else sharded_of(item)
+    if sharded is not None and sharded.unsharded is not None:
         raise UsageError(
-            f"torch.autograd.grad over the sharded parameter {face.fqn!r}: its gradient would be this rank's alone, "
+            f"torch.autograd.grad over the sharded parameter {sharded.fqn!r}: its gradient would be this rank's alone, "
             "not the mean over ranks. Call loss.backward(inputs=[...]) with the parameters and read their .grad, or "
             "work in sw.unsharded(model)"
         )

@@ -24,7 +24,7 @@ class GradientShard:
         self._sharded = sharded
         self.flat: Tensor | None = None
         """1-D, master dtype; None if it is not allocated."""
-        self.faces: list[ShardedParameter] = []
+        self.by_parameter: list[ShardedParameter] = []
         """The gradient of each parameter, over a piece of it. Empty if it is not allocated."""
         self._unkept = 0
         """Number of references to a gradient and its piece while no user keeps one."""
@@ -33,19 +33,19 @@ class GradientShard:
 
     def allocate(self) -> None:
         """Allocate the memory, if there is none; zero_grad only drops references. No communication."""
-        if not self.faces:
+        if not self.by_parameter:
             self._renew()
 
     def _renew(self) -> None:
         """Allocate memory that nobody else refers to."""
         self.flat = torch.zeros(self._numel, dtype=self._dtype, device=self._sharded[0].device)
-        self.faces = [ShardedParameter(piece_in(self.flat, each), each.placement) for each in self._sharded]
+        self.by_parameter = [ShardedParameter(piece_in(self.flat, each), each.placement) for each in self._sharded]
         self._unkept = max(self._references())
 
     def release(self) -> None:
         """Free the shard's gradient until it is allocated again, unless a parameter still has a gradient."""
         if all(sharded.grad is None for sharded in self._sharded):
-            self.flat, self.faces = None, []
+            self.flat, self.by_parameter = None, []
 
     def prepare_sum(self) -> tuple[Tensor, bool]:
         """Return the shard's gradient and whether a sum must be added to it. The first sum of a backward overwrites it,
@@ -71,9 +71,9 @@ class GradientShard:
         grads = [sharded.grad for sharded in self._sharded]
         accumulates = any(grad is not None for grad in grads)
         kept = (references > self._unkept for references in self._references())
-        if any(is_kept and grad is not own for is_kept, grad, own in zip(kept, grads, self.faces, strict=True)):
+        if any(is_kept and grad is not own for is_kept, grad, own in zip(kept, grads, self.by_parameter, strict=True)):
             self._renew()
-        for grad, own in zip(grads, self.faces, strict=True) if accumulates else ():
+        for grad, own in zip(grads, self.by_parameter, strict=True) if accumulates else ():
             if grad is None:
                 own.local.zero_()
             elif grad is not own:
@@ -94,4 +94,4 @@ class GradientShard:
     def _references(self) -> list[int]:
         """Return how often Python refers to each gradient and its piece."""
         count = sys.getrefcount
-        return [count(own) + count(own.local) for own in self.faces]
+        return [count(own) + count(own.local) for own in self.by_parameter]

@@ -234,8 +234,8 @@ class UnitGradients:
         """Write the gradient of every parameter that some rank used to its `.grad`; the others keep what they had."""
         for (g, i), status in zip(self.keys, statuses, strict=True):
             group = self.groups[g]
-            if status and group.gradients.faces:  # `GradientStatus.UNUSED` is 0
-                group.sharded[i].receive_grad(group.gradients.faces[i])
+            if status and group.gradients.by_parameter:  # `GradientStatus.UNUSED` is 0
+                group.sharded[i].receive_grad(group.gradients.by_parameter[i])
         self._used.clear()
         for group in self.groups:
             group.gradients.end_backward()

@@ -14,9 +14,9 @@ from shardwise.comm.protocol import Collectives
 from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Slot
 from shardwise.engine.units.gradient_shard import GradientShard
 from shardwise.layout.flat import FlatLayout, build_layout, round_up
-from shardwise.modules.inner_face import leaf_of, placeholder_of
 from shardwise.modules.site import Original, Values, foreign_parameter
-from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
+from shardwise.modules.unsharded_parameter import leaf_of, placeholder_of
+from shardwise.sharded.parameter import SHARDED_ATTRIBUTE, ShardedParameter
 from shardwise.sharded.placement import Placement
 
 ALIGN_BYTES = 16
@@ -78,7 +78,7 @@ class Versioned(Protocol):
 
 
 class Group:
-    """One group: its layout, its shard, and both faces of its parameters, for modules and for optimizers.
+    """One group: its layout, its shard, and its parameters: unsharded ones for modules, sharded ones for optimizers.
 
     Extensions subclass it for shards that are stored or gathered otherwise.
     """
@@ -117,15 +117,15 @@ class Group:
         """Counts writes to the shard."""
         self.device: torch.device
         self.leaves: list[nn.Parameter] = []
-        """The inner faces: parameters that modules compute with and autograd knows."""
+        """The unsharded parameters, which modules compute with and autograd knows."""
         self.sharded: list[ShardedParameter] = []
-        """The outer faces: parameters that users and optimizers see."""
+        """The sharded parameters, which users and optimizers see."""
         self.gradients = make_gradients(self.layout.shard_numel, dtypes.master, self.sharded)
         self._make_gradients = make_gradients
         self._shard: Tensor
         self._placeholders: list[Tensor] = []
         self._places: list[tuple[nn.Module, str, nn.Parameter, ShardedParameter]] = []
-        """Every attribute of a module that holds one face or the other: (module, name, leaf, outer face)."""
+        """Every attribute of a module that holds one or the other: (module, name, leaf, sharded parameter)."""
 
     # Sizes ------------------------------------------------------------------------------------------------------
 
@@ -152,8 +152,7 @@ class Group:
     @property
     def trainable(self) -> bool:
         """Whether any parameter of the group requires a gradient, as of the beginning of the last step or backward."""
-        faces = self.leaves or self.originals
-        return any(parameter.requires_grad for parameter in faces)
+        return any(parameter.requires_grad for parameter in self.leaves or self.originals)
 
     @property
     def placeholder_bytes(self) -> int:
@@ -197,9 +196,9 @@ class Group:
             sharded._is_param = True
             placeholder = placeholder_of(original.shape, self.dtypes.compute, device)
             leaf = leaf_of(original, placeholder)
-            sharded.inner = leaf
+            sharded.unsharded = leaf
             sharded.take_grad_hooks(leaf)
-            setattr(leaf, SHARDED_FACE, sharded)
+            setattr(leaf, SHARDED_ATTRIBUTE, sharded)
             self.sharded.append(sharded)
             self.leaves.append(leaf)
             self._placeholders.append(placeholder)
@@ -227,7 +226,7 @@ class Group:
     # Faces ------------------------------------------------------------------------------------------------------
 
     def show_leaves(self) -> None:
-        """Let modules hold the full parameters. Raises UsageError if one holds something other than our outer face."""
+        """Let modules hold the full parameters. Raises UsageError if one holds anything but ours."""
         for module, name, leaf, sharded in self._places:
             held: dict[str, Any] = module._parameters
             if held.get(name) is not sharded:
@@ -252,7 +251,7 @@ class Group:
             leaf.data = placeholder
 
     def follow_requires_grad(self) -> bool:
-        """Carry `requires_grad_()` calls over from outer faces to leaves. Returns whether anything changed."""
+        """Carry `requires_grad_()` calls over from sharded parameters to leaves. Returns whether anything changed."""
         changed = False
         for leaf, sharded in zip(self.leaves, self.sharded, strict=True):
             if leaf.requires_grad is not sharded.requires_grad:

@@ -9,9 +9,9 @@ What holds in each state:
 
 | state | slot | the leaf's data | modules hold |
 |---|---|---|---|
-| SHARDED | none | one NaN, expanded | the outer face |
-| UNSHARDING | ours; only the all_gather touches it | one NaN, expanded | the outer face |
-| UNSHARDED | ours, full parameters | views of the slot | the outer face |
+| SHARDED | none | one NaN, expanded | the sharded parameter |
+| UNSHARDING | ours; only the all_gather touches it | one NaN, expanded | the sharded parameter |
+| UNSHARDED | ours, full parameters | views of the slot | the sharded parameter |
 | IN_USE | ours, full parameters | views of the slot | the leaf |
 
 Only methods of this class change the state, and each asserts the state that it starts from. The `Unsharder` decides
@@ -44,7 +44,7 @@ class ParameterState(enum.Enum):
     UNSHARDING = "unsharding"
     """A slot is taken and the all_gather is under way."""
     UNSHARDED = "unsharded"
-    """The full parameters lie in a slot; modules hold the outer face."""
+    """The full parameters lie in a slot; modules hold the sharded parameter."""
     IN_USE = "in use"
     """The full parameters lie in a slot and modules hold them: forward or backward is inside."""
 
@@ -111,7 +111,7 @@ class Slices:
 
 
 class UnitParameters:
-    """Both faces of a unit's parameters, and the slot that they are unsharded in."""
+    """A unit's parameters, sharded and unsharded, and the slot that they are unsharded in."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups

@@ -157,7 +157,7 @@ class Unit:
                     group.dtypes.admit_wide_gradient(leaf)
                     leaf.register_post_accumulate_grad_hook(self._gradient_hook((g, i)))
 
-    # Called by the outer faces (`sharded.parameter.Owner`) ------------------------------------------------------------
+    # Called by sharded parameters (`sharded.parameter.Owner`) ---------------------------------------------------------
 
     @property
     def is_running(self) -> bool:
@@ -184,18 +184,20 @@ class Unit:
         assert self.listener is not None
         self.listener.on_step()
 
-    def take_gradient(self, face: ShardedParameter, grad: Tensor) -> None:
-        """Take this rank's full gradient of an outer face, from an operation that read it."""
+    def take_gradient(self, sharded: ShardedParameter, grad: Tensor) -> None:
+        """Take this rank's full gradient of a sharded parameter, from an operation that read it."""
         assert self.listener is not None
-        self.listener.on_gradient(self, self._key_of(face), grad)
+        self.listener.on_gradient(self, self._key_of(sharded), grad)
 
-    def whole(self, face: ShardedParameter) -> Tensor | None:
+    def whole(self, sharded: ShardedParameter) -> Tensor | None:
         """Return the full parameter, a view of the slot, for an operation outside its module's forward; see `Owner`."""
-        assert face.inner is not None
-        return face.inner.detach() if self.listener is not None and self.listener.unshard_for_read(self) else None
+        assert sharded.unsharded is not None
+        return (
+            sharded.unsharded.detach() if self.listener is not None and self.listener.unshard_for_read(self) else None
+        )
 
-    def _key_of(self, face: ShardedParameter) -> Key:
-        return next((g, i) for g, i in self.gradients.keys if self.groups[g].sharded[i] is face)
+    def _key_of(self, sharded: ShardedParameter) -> Key:
+        return next((g, i) for g, i in self.gradients.keys if self.groups[g].sharded[i] is sharded)
 
     # Hooks ------------------------------------------------------------------------------------------------------------
 

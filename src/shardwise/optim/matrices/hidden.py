@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.modules.linear_weights import HEADS
-from shardwise.sharded.parameter import ShardedParameter, outer_face
+from shardwise.sharded.parameter import ShardedParameter, sharded_of
 
 Hidden = Callable[[str, Tensor], bool]
 """Whether a parameter, given by its fqn and itself (with its global shape), is a hidden matrix."""
@@ -43,7 +43,7 @@ def named_groups(params: nn.Module | Iterable[Any]) -> list[NamedParamGroup]:
 
 def _named(item: Any) -> tuple[str, Tensor]:
     name, parameter = item if isinstance(item, tuple) else (None, item)
-    parameter = outer_face(parameter) or parameter  # after sw.unshard modules hold inner faces
+    parameter = sharded_of(parameter) or parameter  # after sw.unshard modules hold unsharded ones
     if isinstance(parameter, ShardedParameter):
         return parameter.fqn, parameter
     if name is None:

@@ -1,4 +1,4 @@
-"""The outer face of a frozen parameter that is kept in few bits: numbers outside, blocks inside."""
+"""A sharded parameter that is frozen and kept in few bits: numbers outside, blocks inside."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class FewBitsParameter(ShardedParameter):
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Like `ShardedParameter.dtype`: the stored dtype, or the one that the model computes in while it runs."""
-        running = self.inner is not None and self.unit is not None and self.unit.is_running
-        return self.inner.dtype if running and self.inner is not None else self._dtype
+        running = self.unsharded is not None and self.unit is not None and self.unit.is_running
+        return self.unsharded.dtype if running and self.unsharded is not None else self._dtype
 
     @property
     def added(self) -> Callable[[int, int], Tensor] | None:
@@ -164,7 +164,7 @@ class FewBitsParameter(ShardedParameter):
             if not isinstance(value, cls):
                 return value
             piece = ShardedParameter(value.local, value.placement)
-            piece._origin = value.face
+            piece._origin = value.parameter
             decoded.append((value, piece, piece.local._version))
             return piece
 

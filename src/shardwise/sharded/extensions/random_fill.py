@@ -39,9 +39,11 @@ def _fill(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         raise NotOnPiecesError(
             f"{name} can fill only a parameter of a sharded model, and no other argument may be sharded"
         )
-    face = target.face
-    if face is not None and face.unit is not None and face.unit.is_running:
-        raise NotOnPiecesError(f"{name} cannot fill the sharded parameter {face.fqn!r} inside a forward of its model")
+    parameter = target.parameter
+    if parameter is not None and parameter.unit is not None and parameter.unit.is_running:
+        raise NotOnPiecesError(
+            f"{name} cannot fill the sharded parameter {parameter.fqn!r} inside a forward of its model"
+        )
     replicas, shards = target.placement.replicas, target.placement.shard_group
     whole = torch.empty(target.shape, dtype=target.local.dtype, device=target.local.device)
     generator = _Generator(kwargs.get("generator"), whole.device)

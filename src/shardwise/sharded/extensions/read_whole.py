@@ -29,11 +29,11 @@ _HOOKED = "_shardwise_gives_back"
 class Lender(Protocol):
     """A unit, as far as it lends its parameters."""
 
-    def whole(self, face: ShardedParameter) -> Tensor | None:
+    def whole(self, parameter: ShardedParameter) -> Tensor | None:
         """Return the full parameter, in the dtype that modules compute in, for one operation; None if no forward or
         backward of its model is under way. Every rank must call this."""
 
-    def take_gradient(self, face: ShardedParameter, grad: Tensor) -> None:
+    def take_gradient(self, parameter: ShardedParameter, grad: Tensor) -> None:
         """Take this rank's full gradient of a sharded parameter, from an operation that read it. In backward."""
 
 
@@ -46,7 +46,7 @@ def attach() -> None:
 
 def trains(sharded: ShardedParameter) -> bool:
     """Whether autograd records what a forward of its model does with it, which is then done on the whole."""
-    if not (torch.is_grad_enabled() and sharded.requires_grad) or sharded.inner is None:
+    if not (torch.is_grad_enabled() and sharded.requires_grad) or sharded.unsharded is None:
         return False
     return sharded.unit is not None and sharded.unit.is_running
 
@@ -77,11 +77,11 @@ def _check(operation: Elementwise, first: ShardedParameter, args: tuple[Any, ...
     on the whole. Raise UsageError for other backward formulas."""
     converts = operation.name == "aten::_to_copy"
     may_need_whole = converts or first._origin is not None or torch.is_grad_enabled() or _READ in first.__dict__
-    face = first.face if may_need_whole else None
-    if face is not None and face.unit is not None and face.unit.is_running:
-        needs_whole = converts or trains(first) or (_READ in face.__dict__ and are_in_backward())
+    parameter = first.parameter if may_need_whole else None
+    if parameter is not None and parameter.unit is not None and parameter.unit.is_running:
+        needs_whole = converts or trains(first) or (_READ in parameter.__dict__ and are_in_backward())
         if needs_whole:
-            raise NotOnPiecesError(f"the piece of {face.fqn!r} is not enough here")
+            raise NotOnPiecesError(f"the piece of {parameter.fqn!r} is not enough here")
     if are_in_backward() and any(_is_plain(value) for value in (*args, *kwargs.values())):
         refuse_penalty(first.fqn)  # a number, too, is this rank's own coefficient
 
@@ -98,28 +98,28 @@ def _wholes(tree: Any) -> Any:
         nonlocal missing
         if not isinstance(value, ShardedParameter) or missing:
             return value
-        face = value.face
-        full = None if face is None or face.unit is None else cast(Lender, face.unit).whole(face)
+        parameter = value.parameter
+        full = None if parameter is None or parameter.unit is None else cast(Lender, parameter.unit).whole(parameter)
         missing = full is None
-        if face is not None:
-            face.__dict__.setdefault(_READ, None)
+        if parameter is not None:
+            parameter.__dict__.setdefault(_READ, None)
         return full
 
     found = tree_map(whole, tree)
     return None if missing else found
 
 
-def _take_own_gradient(face: ShardedParameter, grad: Tensor) -> None:
+def _take_own_gradient(parameter: ShardedParameter, grad: Tensor) -> None:
     """Pass the gradient of a parameter that was read on to its unit. Raises UsageError for one that was not read."""
-    if _READ not in face.__dict__ or isinstance(grad, ShardedParameter):
-        refuse_penalty(face.fqn)
-    cast(Lender, face.unit).take_gradient(face, grad)
-    if _HOOKED not in face.__dict__:
-        face.__dict__[_HOOKED] = Tensor.register_post_accumulate_grad_hook(face, _give_back)  # type: ignore[no-untyped-call]
-    face.__dict__[_READ], face.grad = face.grad, None  # autograd would add to `.grad`
+    if _READ not in parameter.__dict__ or isinstance(grad, ShardedParameter):
+        refuse_penalty(parameter.fqn)
+    cast(Lender, parameter.unit).take_gradient(parameter, grad)
+    if _HOOKED not in parameter.__dict__:
+        parameter.__dict__[_HOOKED] = Tensor.register_post_accumulate_grad_hook(parameter, _give_back)  # type: ignore[no-untyped-call]
+    parameter.__dict__[_READ], parameter.grad = parameter.grad, None  # autograd would add to `.grad`
 
 
-def _give_back(face: Tensor) -> None:
+def _give_back(parameter: Tensor) -> None:
     """Restore `.grad`, after autograd has put a gradient there that the parameter's unit has taken already."""
-    face.grad = face.__dict__[_READ]
-    face.__dict__[_READ] = None
+    parameter.grad = parameter.__dict__[_READ]
+    parameter.__dict__[_READ] = None

@@ -55,11 +55,11 @@ def attach() -> None:
 
 def _full_tensor(tensor: ShardedParameter) -> Tensor:
     """See `ShardedParameter.full_tensor`."""
-    placement, face = tensor.placement, tensor.face
-    layout, unit = placement.layout, None if face is None else face.unit
+    placement, parameter = tensor.placement, tensor.parameter
+    layout, unit = placement.layout, None if parameter is None else parameter.unit
     shares = layout.world_size > 1 and len(layout.entries) > 1 and layout.numel > 0
     flat = None
-    if shares and face is not None and unit is not None:
+    if shares and parameter is not None and unit is not None:
         flat = _of_unit(placement, tensor, cast(OneUnit, unit))
     if flat is None:
         return gather_fragments(placement, tensor.peek().detach())

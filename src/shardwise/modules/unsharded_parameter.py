@@ -1,4 +1,4 @@
-"""The inner face of a parameter: the leaf that modules compute with and autograd knows."""
+"""The unsharded parameter: the leaf that modules compute with and autograd knows."""
 
 from __future__ import annotations
 
