@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, PlanError
 from shardwise.policy.adapters import Adapters
 from shardwise.policy.checks import check_choice, check_count, checked_align, checked_precision, checked_resharding
 from shardwise.policy.offload import Offload
@@ -19,14 +19,7 @@ from shardwise.policy.places import Places
 from shardwise.policy.precision import Precision
 from shardwise.policy.recomputation import Recomputation
 from shardwise.policy.strategy import LEAST_SLOTS, OTHER_NAMES, Strategy
-from shardwise.policy.words import (
-    numbers_of,
-    precisions_of,
-    reshardings_of,
-    strategies_of,
-    units_of,
-    words_of,
-)
+from shardwise.policy.words import numbers_of, reshardings_of, units_of, words_of
 
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-bf16", "adamw-8bit", "adam", "sgd", "momentum", "muon")
 """Optimizers with fused kernels, except "adamw-foreach": torch's default on GPUs, which needs a temporary of every
@@ -74,9 +67,11 @@ class Setting:
     check: Callable[[Any], Any] | None = None
     """Return its value in a `Job` from what Python programs give, or raise ConfigError. None: by `choices`, `least` or
     the type of the default."""
-    read: Callable[[str, str], Any] | None = None
-    """Return its values from an option's name and text: one, several in a list, or None for the search's. Raises
-    UserError. None: words or whole numbers, separated by commas."""
+    read: Callable[[list[str]], Any] | None = None
+    """Return its values, one or a list of several, from the words of an option, which commas separate. Raises
+    UserError, or ValueError if a word is no whole number. None: the words or the whole numbers themselves."""
+    is_text: bool = False
+    """Whether the option's text is the value as it is, because commas are inside it."""
     usual: str = ""
     """What `shardwise plan` takes if the option is left out, if that is not the default."""
     name: str = ""
@@ -114,10 +109,16 @@ class Setting:
     def values(self, given: str | bool | None) -> Any:
         """Return the values that an option of `shardwise plan` names: one, several in a list, or None if the search
         chooses. Raises UserError."""
-        if not isinstance(given, str):
+        if not isinstance(given, str) or self.is_text:
             return given
-        read = self.read or (numbers_of if self.least is not None else words_of)
-        return read(self.option, given)
+        found = words_of(self.option, given)
+        read = self.read or (numbers_of if self.least is not None else list)
+        try:
+            return None if found is None else read(found)
+        except ValueError:
+            raise PlanError(
+                f"{self.option} {given}: must be whole numbers of at least 1, separated by commas, or search"
+            ) from None
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:  # noqa: A002 - as in argparse and typer
@@ -177,10 +178,6 @@ def _checked_mode(value: str) -> str:
     return value
 
 
-def _as_it_is(option: str, text: str) -> str:
-    return text
-
-
 @dataclass(frozen=True)
 class ShardSettings:
     """What `sw.shard` takes and what can also be planned and written in words."""
@@ -195,7 +192,7 @@ class ShardSettings:
         others=OTHER_NAMES,
         can_be_auto=True,
         check=Strategy.parse,
-        read=strategies_of,
+        read=lambda found: list(dict.fromkeys(Strategy.parse(word).value for word in found)),
         usual="searched",
     )
     units: Any = setting(
@@ -215,7 +212,7 @@ class ShardSettings:
         "bf16-true, or param/reduce/master.",
         unset="everything as stored",
         check=checked_precision,
-        read=precisions_of,
+        read=lambda found: [Precision.of(word) for word in found],
         usual="bf16",
     )
     reshard_after_forward: bool | int | None = setting(
@@ -241,7 +238,7 @@ class ShardSettings:
         "optimizer=PLACE, gradients=cpu and step=cpu, separated by commas; PLACE is cpu or nvme.",
         unset="everything is on the device",
         check=Places.of,
-        read=_as_it_is,
+        is_text=True,
     )
 
 
@@ -316,7 +313,7 @@ class RunSettings(ShardSettings):
         "dropout=0.1, dtype=fp32 (of the base).",
         unset="none: all weights are trained",
         check=Adapters.of,
-        read=_as_it_is,
+        is_text=True,
     )
     optimizer_in_backward: bool = setting(
         False,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.policy.precision import Precision
-from shardwise.policy.strategy import Strategy
 from shardwise.suggest import did_you_mean
 
 _SEARCH = ("search", "auto")
@@ -23,50 +21,24 @@ def words_of(option: str, given: str | None) -> list[str] | None:
     return words
 
 
-def numbers_of(option: str, given: str | None) -> list[int] | None:
-    """Read whole numbers separated by commas; None leaves the option to the search. Raises PlanError for anything that
-    is not a whole number from 1 on."""
-    found = words_of(option, given)
-    if found is None:
-        return None
-    if any(not word.isdecimal() or not int(word) for word in found):
-        raise PlanError(f"{option} {given}: must be whole numbers of at least 1, separated by commas, or search")
-    return [int(word) for word in found]
+def numbers_of(words: Sequence[str]) -> list[int]:
+    """Read whole numbers. Raises ValueError for anything that is not a whole number from 1 on."""
+    if any(not word.isdecimal() or not int(word) for word in words):
+        raise ValueError
+    return [int(word) for word in words]
 
 
-def strategies_of(option: str, given: str | None) -> list[str] | None:
-    """Read strategies as `words_of` does, in our names. Raises ConfigError for a name that no strategy has."""
-    words = words_of(option, given)
-    return None if words is None else list(dict.fromkeys(Strategy.parse(word).value for word in words))
+def reshardings_of(words: Sequence[str]) -> list[bool | int]:
+    """Read "true", "false" and numbers of ranks. Raises ValueError for anything else."""
+    return [word == "true" if word in {"true", "false"} else numbers_of([word])[0] for word in words]
 
 
-def precisions_of(option: str, given: str | None) -> list[Precision] | None:
-    """Read precisions as `words_of` does. Raises PlanError and ConfigError as `Precision.of`."""
-    words = words_of(option, given)
-    return None if words is None else [Precision.of(word) for word in words]
-
-
-def reshardings_of(option: str, given: str | None) -> list[bool | int] | None:
-    """Read "true", "false" and numbers of ranks as `words_of` does. Raises PlanError for anything else."""
-    words = words_of(option, given)
-    if words is None:
-        return None
-    named: dict[str, bool] = {"true": True, "false": False}
-    return [named[word] if word in named else (numbers_of(option, word) or [1])[0] for word in words]
-
-
-def units_of(option: str, given: str | None) -> int | frozenset[str] | None:
-    """Read a least number of parameters, or names of classes; None leaves units to the model. Raises PlanError for
-    0."""
-    words = words_of(option, given)
-    if words is None:
-        return None
+def units_of(words: Sequence[str]) -> int | frozenset[str]:
+    """Read one least number of parameters, or names of classes. Raises PlanError for 0."""
     if len(words) > 1 or not words[0].isdecimal():
         return frozenset(words)
     if not int(words[0]):
-        raise PlanError(
-            f"{option} 0: must be a whole number of at least 1, or class names; leave it out for the default"
-        )
+        raise PlanError("--units 0: must be a whole number of at least 1, or class names; leave it out for the default")
     return int(words[0])
 
 
