@@ -86,6 +86,7 @@ _ATTACHED = {
             "offloaded",
             "reductions",
             "unit_gather",
+            "waiting",
             "dcp_chunks",
             "dtensor_names",
             "conversions",

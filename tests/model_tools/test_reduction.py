@@ -19,7 +19,7 @@ from shardwise.model_tools.reduction import (
     sync_gradients,
     sync_replicas,
 )
-from shardwise.sharded.waiting import WaitingGradient
+from shardwise.sharded.extensions.waiting import WaitingGradient
 from tests.engine.rig import Block, Net, Twins, batch, count, on_ranks, recording, seeded, squares
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.errors import UsageError
-from shardwise.sharded.waiting import WaitingGradient
+from shardwise.sharded.extensions.waiting import WaitingGradient
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, seeded, squares
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.sharded.extensions.waiting import WaitingGradient
 from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.waiting import WaitingGradient
 from tests.programs.parts import EXPERTS
 from tests.programs.program import Node, Program, Raise, Train
 from tests.programs.sides import Plain, Seen, Sharded

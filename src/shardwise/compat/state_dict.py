@@ -24,7 +24,7 @@ from shardwise.engine.lookup import engine_of, engines_below
 from shardwise.errors import UsageError
 from shardwise.modules.deferred_init.put_off import give_buffers
 from shardwise.offload.step import step_with_stores
-from shardwise.sharded.optimizer_state import cut_state
+from shardwise.sharded.extensions.optimizer_state import cut_state
 from shardwise.sharded.parameter import ShardedParameter
 
 __all__ = [

@@ -15,7 +15,7 @@ from shardwise.optim.adamw_pieces import AdamWInPieces, piece_of, updated
 from shardwise.optim.block_placement import cuts_at, of_blocks
 from shardwise.optim.eight_bits import BLOCK_NUMEL, NOISE_BITS, Code, blocks_of
 from shardwise.optim.rounding import key_of, random_bits, rounded
-from shardwise.sharded.optimizer_state import cut_state
+from shardwise.sharded.extensions.optimizer_state import cut_state
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.placement import Placement
 

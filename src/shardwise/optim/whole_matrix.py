@@ -27,7 +27,7 @@ from shardwise.optim.matrices.lane import AHEAD, Arrivals
 from shardwise.optim.matrices.owned_state import OwnedState
 from shardwise.optim.matrices.ownership import Balance, Cost, OwnerRank, product_cost
 from shardwise.optim.matrices.unit_matrices import Lanes, UnitMatrices, pieces_of
-from shardwise.sharded.optimizer_state import cut_state
+from shardwise.sharded.extensions.optimizer_state import cut_state
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.placement import Placement, same_cut
 

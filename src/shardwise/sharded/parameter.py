@@ -101,7 +101,8 @@ class ShardedParameter(Tensor):
     """The parameter that modules compute with while the unit is gathered, autograd's leaf; None as for `unit`."""
 
     waiting: ShardedParameter | None = None
-    """The placeholder for its `.grad` while that waits to be reduced (`waiting.py`), made when it is first needed."""
+    """The placeholder for its `.grad` while that waits to be reduced (`extensions/waiting.py`), made when it is first
+    needed."""
     _origin: ShardedParameter | None = None
     """The tensor that this is an alias of."""
     _aliases: Sequence[weakref.ref[ShardedParameter]] = ()

@@ -17,7 +17,7 @@ from shardwise.checkpoint.format.training_json import check_json
 from shardwise.checkpoint.names.wrappers import unwrapped_name
 from shardwise.errors import UsageError
 from shardwise.offload.step import host_step_of, store_of
-from shardwise.sharded.optimizer_state import NUMBERS
+from shardwise.sharded.extensions.optimizer_state import NUMBERS
 from shardwise.sharded.parameter import SHARDED_ATTRIBUTE, ShardedParameter, types_of_lists
 
 _BY_POSITION = {"params", "param_names"}

@@ -20,7 +20,7 @@ from shardwise.checkpoint.format.training_json import is_json
 from shardwise.checkpoint.interchange.checkpoint_contents import CheckpointContents, LazyTensor, LazyTensors
 from shardwise.checkpoint.interchange.rearranged import as_in_memory, as_stored
 from shardwise.errors import CheckpointError
-from shardwise.sharded.optimizer_state import NUMBERS
+from shardwise.sharded.extensions.optimizer_state import NUMBERS
 
 Key = tuple[str | int, ...]
 """The keys that lead to a value through nested dicts (names) and lists (numbers)."""

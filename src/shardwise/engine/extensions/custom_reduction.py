@@ -24,7 +24,7 @@ from shardwise.engine.units.gradients import GradientStatus, Key, UnitGradients
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
-from shardwise.sharded.waiting import WaitingGradient
+from shardwise.sharded.extensions.waiting import WaitingGradient
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,11 @@ _WAY_OUT = (
 )
 
 
+def attach() -> None:
+    """Let lists of gradients hold placeholders."""
+    types_of_lists.append(WaitingGradient)
+
+
 class WaitingGradient(ShardedParameter):
     """A placeholder in the `.grad` of one parameter: its shape, dtype and device, without memory.
 
@@ -122,6 +127,3 @@ class WaitingGradient(ShardedParameter):
 
 def _items(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else (value,)
-
-
-types_of_lists.append(WaitingGradient)
