@@ -32,7 +32,6 @@ LONGEST = (
     "cli/test_failures.py",
     "benchmarks/test_bench_scripts.py",
     "cli/test_launch.py",
-    "plan/dry_run/test_repetition.py",
     "jax/test_trainer.py",
     "cli/test_interrupt.py",
     "programs/test_programs.py",

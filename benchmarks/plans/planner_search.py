@@ -21,8 +21,7 @@ from benchmarks.common.target import Target
 from shardwise import Precision
 from shardwise.plan.report.report import full_name
 from shardwise.plan.search.exploration import Exploration
-from shardwise.plan.search.question import Effort, Question
-from shardwise.plan.search.search import explore
+from shardwise.plan.search.search import Effort, Question, explore
 from shardwise.plan.simulate.forecast import Forecast
 
 GIB = 2**30

@@ -10,10 +10,9 @@ import torch
 from shardwise.cli.foreign import with_settings
 from shardwise.cli.plan import Options, _question
 from shardwise.errors import ConfigError, PlanError
-from shardwise.plan.dry_run.cache import recorded
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.models.source import resolve
-from shardwise.plan.simulate.forecast import forecast_of
+from shardwise.plan.simulate.forecast import forecast_of, recorded
 from shardwise.train.build import compute_dtype
 from shardwise.train.build.from_plan import training_config
 from shardwise.train.build.job import hardware_here, job_of, source_of

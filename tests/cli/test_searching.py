@@ -9,24 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.searching import Searching
-from shardwise.plan.search.exploration import Objective, explore_family
-from shardwise.plan.search.question import Question
-from shardwise.plan.search.space import search_space
-from tests.plan.doubles import formula
-
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import os, signal, sys, time
 from shardwise.cli import searching
-from shardwise.plan.search.question import Question
-from shardwise.plan.search.exploration import Objective, explore_family
+from shardwise.plan.search.search import Question
+from shardwise.plan.search.exploration import Objective
 from shardwise.plan.search.space import search_space
+from shardwise.plan.search.sweeps import explore_sweep
 from tests.plan.doubles import formula
 
 searching._FIRST_LINE_S = 0.1
-families = search_space({"micro_batch": [1, 2], "strategy": ["full_shard"]}).families
-found = [c for family in families for c in explore_family(family, formula, None, Objective.TOKENS_PER_S)]
+sweeps = search_space({"micro_batch": [1, 2], "strategy": ["full_shard"]}).sweeps
+found = [c for sweep in sweeps for c in explore_sweep(sweep, formula, None, Objective.TOKENS_PER_S)]
 with searching.Searching(Question("llama-3-8b")) as progress:
     print("started", file=sys.stderr, flush=True)
     for number, candidate in enumerate(found[: int(sys.argv[1])]):
@@ -53,15 +48,6 @@ def test_lines_where_nobody_watches() -> None:
     assert "\nplanning: 6 of 8 configurations settled by " in err
     assert "best so far: " in err
     assert "tokens/s per GPU" in err
-
-
-def test_a_search_that_starts_again_judges_no_more_than_there_are() -> None:
-    families = search_space({"micro_batch": [1, 2], "strategy": ["full_shard"]}).families
-    found = [c for family in families for c in explore_family(family, formula, None, Objective.TOKENS_PER_S)]
-    progress = Searching(Question("llama-3-8b"))
-    for number, candidate in enumerate([*found, *found]):
-        progress(number % len(found) + 1, len(found), candidate)
-    assert f"planning: {len(found)} of {len(found)} configurations" in progress._line()
 
 
 def test_a_table_that_improves_on_a_terminal() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.report.assumptions import Assumption
 from shardwise.plan.report.report import PlanReport
-from shardwise.plan.search.exploration import Objective, explore_family, ranked
+from shardwise.plan.search.exploration import Objective, ranked
 from shardwise.plan.search.space import search_space
+from shardwise.plan.search.sweeps import explore_sweep
 from shardwise.plan.simulate.forecast import NCCL_BYTES, Cost, cost_of, nccl_bytes_of
 
 GIB = 2**30
@@ -69,7 +70,7 @@ class Formula:
 
     @property
     def recording(self) -> Any:
-        """What bounds need of one: parameters in the compute dtype, and the number of blocks."""
+        """What bounds need of one: parameters in the compute dtype."""
         return SimpleNamespace(
             facts=SimpleNamespace(unit_bytes={"": 16 * GIB}, layers=32, unused=0, package_kernels="")
         )
@@ -134,8 +135,8 @@ def formula(job: Job, **more: Any) -> Any:
 def report(**arguments: Any) -> PlanReport:
     """A report of a search on formulas, with everything that a report can have."""
     objective = Objective.TOKENS_PER_S
-    found = search_space(arguments).families
-    candidates = [c for family in found for c in explore_family(family, formula, None, objective)]
+    found = search_space(arguments).sweeps
+    candidates = [c for sweep in found for c in explore_sweep(sweep, formula, None, objective)]
     return PlanReport(
         title="Formula 8B: 8.0 B parameters",
         setting="8 x h100-sxm-80gb on 1 node, 2,048 tokens per sequence, bf16 (gradients and masters fp32), adamw, "

@@ -13,12 +13,14 @@ from shardwise.plan.report.rendering import WIDTH, table_text
 from shardwise.plan.report.report import amount
 from shardwise.plan.search.exploration import nothing_fits
 from shardwise.plan.search.processes import Forecasters
-from shardwise.plan.search.question import Effort, Question, space_of
-from shardwise.plan.search.search import explore
+from shardwise.plan.search.search import Effort, Question, explore, space_of
 from shardwise.plan.simulate.trace import draw
 from tests.plan.doubles import GIB, formula
-from tests.plan.simulate.test_scaling import LLAMA
 
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 320,
+}  # fmt: skip
 ARGUMENTS = {"gpus_per_node": 2, "seq_len": 64, "micro_batch": [2, 4, 8]}
 
 
@@ -47,7 +49,7 @@ def test_processes_find_what_one_finds(tmp_path: Path) -> None:
         question = Question(str(path), arguments, workers=workers)
         found = explore(question, lambda done, total, candidate: told.append((done, total))).candidates
         assert sorted(told) == [(done, len(found)) for done in range(1, len(found) + 1)]
-        return [(c.job, c.verdict, c.limited_by, c.forecast and c.forecast.to_dict()) for c in found]
+        return [(c.job, c.outcome, c.limited_by, c.forecast and c.forecast.to_dict()) for c in found]
 
     assert verdicts(2) == verdicts(1)
 
@@ -89,7 +91,7 @@ def test_a_budget_and_the_two_questions() -> None:
 
 
 def test_where_nothing_fits_the_leanest_is_what_one_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Forecasters, "run", lambda self, tasks, scale=True: [task(formula) for task in tasks])
+    monkeypatch.setattr(Forecasters, "run", lambda self, tasks: [task(formula) for task in tasks])
     question = Question(LLAMA, {"gpus_per_node": 1, "seq_len": 2048}, budget_bytes=90 * GIB)
     with pytest.raises(
         PlanError, match=r"the nearest configuration, no_shard with micro-batch 1, all blocks recomputed, needs 1"
@@ -99,7 +101,7 @@ def test_where_nothing_fits_the_leanest_is_what_one_is_told_of(monkeypatch: pyte
 
 def test_a_quick_search_counts_what_it_looks_at() -> None:
     quick, usual = (space_of(Question(LLAMA, ARGUMENTS, effort=effort)) for effort in (Effort.QUICK, Effort.USUAL))
-    assert {family.base.strategy.value for family in quick.families} == {"full_shard"}
+    assert {sweep.base.strategy.value for sweep in quick.sweeps} == {"full_shard"}
     assert quick.size < usual.size
 
 

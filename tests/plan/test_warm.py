@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.app import run
+from shardwise.plan import cache
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.operations import _GROUPED_COSTS
 from shardwise.plan.dry_run.recording import GROUPED
-from shardwise.plan.models.source import resolve
-from shardwise.plan.search.evaluator import Evaluator
-from shardwise.plan.simulate.forecast import forecast
-from shardwise.plan.simulate.kept_forecasts import kept_forecast
+from shardwise.plan.models.source import ModelSource, resolve
+from shardwise.plan.models.transformers_models import cached_description, described
+from shardwise.plan.search.evaluator import Evaluator, cached_forecast
+from shardwise.plan.simulate.forecast import forecast, forecast_of, recorded
+from shardwise.policy.precision import Precision
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -56,23 +58,49 @@ def test_a_warm_answer_imports_no_torch(capsys: pytest.CaptureFixture[str]) -> N
     assert (warm.returncode, warm.stdout) == (0, cold), warm.stderr
 
 
-def test_a_kept_forecast_is_the_forecast() -> None:
+def test_a_cached_forecast_is_the_forecast() -> None:
     source, job = resolve(TINY), Job(gpus_per_node=4, seq_len=64)
-    assert kept_forecast(source, job, scaled=True) is None
+    assert cached_forecast(source, job) is None
     made = Evaluator(source)(job)
-    kept = kept_forecast(source, job, scaled=True)
-    assert kept == made
-    assert replace(made, recording=forecast(TINY, gpus_per_node=4, seq_len=64).recording) == forecast(
-        TINY, gpus_per_node=4, seq_len=64
-    )
+    assert cached_forecast(source, job) == made
+    whole = forecast(TINY, gpus_per_node=4, seq_len=64)
+    assert replace(made, recording=whole.recording) == whole
 
 
-@pytest.mark.parametrize("change", [{"gpu": "a100-sxm-80gb"}, {"segments": "expandable"}])
-def test_what_no_recording_knows_is_part_of_a_forecasts_name(change: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gpu": "a100-sxm-80gb"}, {"segments": "expandable"}, {"nodes": 2}, {"strategy": "no_shard"},
+        {"micro_batch": 2}, {"precision": Precision("bf16")}, {"engine": "fsdp2"}, {"offload": "cpu"}, {"units": 99},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_another_job_has_another_forecast(change: dict[str, object]) -> None:
     source, job = resolve(TINY), Job(gpus_per_node=4, seq_len=64)
     Evaluator(source)(job)
-    assert kept_forecast(source, replace(job, **change), scaled=True) is None  # type: ignore[arg-type]
-    assert kept_forecast(source, job, scaled=False) is None
+    assert cached_forecast(source, replace(job, **change)) is None  # type: ignore[arg-type]
+    assert cached_forecast(resolve({**TINY, "vocab_size": 321}), job) is None
+
+
+def test_user_code_is_not_cached(tmp_path: Path) -> None:
+    """It may depend on anything; names of its classes do not."""
+    job = Job(gpus_per_node=4, seq_len=64)
+    Evaluator(ModelSource("a function", build=resolve(TINY).builder()))(job)
+    Evaluator(resolve(TINY))(replace(job, units=lambda fqn, module: fqn.endswith("mlp")))
+    assert not list((tmp_path / "kept").glob("*.forecast.*"))
+    named = replace(job, units=["LlamaMLP"])
+    made = Evaluator(resolve(TINY))(named)
+    assert cached_forecast(resolve(TINY), named) == made
+
+
+def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
+    source, job = resolve(TINY), Job(gpus_per_node=4, seq_len=64)
+    made = Evaluator(source)(job)
+    (file,) = (tmp_path / "kept").glob("*.forecast.*")
+    for damage in (b"", file.read_bytes()[:-9], b"{}", b"[1]", b"3"):
+        file.write_bytes(damage)
+        assert cached_forecast(source, job) is None
+        assert Evaluator(source)(job) == made
 
 
 def test_a_price_asks_for_no_new_forecast() -> None:
@@ -80,14 +108,32 @@ def test_a_price_asks_for_no_new_forecast() -> None:
     source, job = resolve(TINY), Job(gpus_per_node=4, seq_len=64)
     made = Evaluator(source)(job)
     priced = replace(job, price_per_hour=2.0)
-    kept = kept_forecast(source, priced, scaled=True)
-    assert kept is not None
-    assert (kept.job, kept.price_per_hour) == (priced, 2.0)
-    assert kept.cost == Evaluator(source)(priced).cost
-    assert replace(kept, job=job, price_per_hour=None, recording=made.recording) == made
-    again = kept_forecast(source, job, scaled=True)
+    cached = cached_forecast(source, priced)
+    assert cached is not None
+    assert (cached.job, cached.price_per_hour) == (priced, 2.0)
+    assert cached.cost == Evaluator(source)(priced).cost
+    assert replace(cached, job=job, price_per_hour=None, recording=made.recording) == made
+    again = cached_forecast(source, job)
     assert again is not None
     assert again.price_per_hour is None
+
+
+@pytest.mark.parametrize("damage", [[1, 2], {"positions": 1}, "words"])
+def test_a_description_is_cached_unless_it_is_damaged(damage: object) -> None:
+    assert cached_description(TINY) is None
+    known = described(TINY)
+    assert cached_description(TINY) == known
+    cache.write(cache.name_of("model", TINY), damage)
+    assert cached_description(TINY) is None
+
+
+def test_a_long_accumulation_is_forecast_from_short_ones() -> None:
+    job = Job(seq_len=64, gpus_per_node=2, micro_batch=2, accumulation=6)
+    made = Evaluator(resolve(TINY))(job).to_dict()
+    whole = forecast_of(recorded(resolve(TINY), job)).to_dict()
+    for name in ("step_time_s", "tokens_per_s_per_gpu", "mfu", "compute_s", "exposed_comm_s", "tokens_per_s_range"):
+        assert made.pop(name) == pytest.approx(whole.pop(name), rel=1e-3), name
+    assert made == whole
 
 
 def test_every_grouped_product_has_its_costs() -> None:

@@ -25,7 +25,7 @@ from shardwise.suggest import nearest_path
 if TYPE_CHECKING:
     from shardwise.cli.on_jax import Asked
     from shardwise.plan.planner import Plan
-    from shardwise.plan.search.question import Question
+    from shardwise.plan.search.search import Question
 
 
 _WORKERS = 8
@@ -54,10 +54,8 @@ def plan(**given: Any) -> int:
     question = _question(options)
 
     from shardwise.plan import planner
-    from shardwise.plan.models.lean_import import own_process
 
     os.environ.update(_QUIET)
-    own_process()
     _check_outputs(options)
     with Searching(question, wanted=not options.json) as progress:
         answer = planner.plan(question, progress)
@@ -126,7 +124,7 @@ def _question(options: Options) -> "Question":
         raise UserError("MODEL is missing: shardwise plan llama-3.1-8b --gpus 8 (see shardwise plan --help)")
 
     from shardwise.plan.search.exploration import Objective
-    from shardwise.plan.search.question import Effort, Question
+    from shardwise.plan.search.search import Effort, Question
 
     effort = Effort.QUICK if options.quick else Effort.THOROUGH if options.thorough else Effort.USUAL
     return Question(

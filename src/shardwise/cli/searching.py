@@ -15,7 +15,7 @@ from shardwise.cli.process.exit import Exit
 if TYPE_CHECKING:
     from shardwise.plan.dry_run.job import Job
     from shardwise.plan.search.exploration import Candidate
-    from shardwise.plan.search.question import Question
+    from shardwise.plan.search.search import Question
 
 _FIRST_LINE_S = 3.0
 _LINES_S = 10.0
@@ -34,7 +34,7 @@ class Searching:
         """
         self._question = question
         self._judged: dict[Job, Candidate] = {}
-        """The candidates judged so far, by job, because a search that restarts judges the same jobs again."""
+        """The candidates judged so far, by job: a search in which nothing fits judges the leanest job again."""
         self._total = 0
         self._began_s = time.monotonic()
         self._over = threading.Event()

@@ -20,7 +20,7 @@ from shardwise.plan.report.sentences import (
     sharding_dict,
 )
 from shardwise.plan.search.advice import advise
-from shardwise.plan.search.bounds import Knowledge
+from shardwise.plan.search.bounds import Bounds
 from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import (
     Evaluate,
@@ -29,8 +29,7 @@ from shardwise.plan.search.exploration import (
     nothing_fits,
     smallest_cluster,
 )
-from shardwise.plan.search.question import Question, space_of
-from shardwise.plan.search.search import Progress, explore_with, forecasters_of
+from shardwise.plan.search.search import Progress, Question, explore_with, forecasters_of, space_of
 from shardwise.plan.simulate.forecast import Forecast
 from shardwise.policy.strategy import Strategy
 
@@ -119,10 +118,8 @@ def _answers(
         )
     if question.smallest_cluster:
         job = _leanest(question, nearest)
-        known = Knowledge(question.budget_bytes, [shown])
-        found = smallest_cluster(
-            evaluate, job, question.budget_bytes, lambda job: known.least_bytes(job) <= known.has_bytes
-        )
+        bounds = Bounds(question.budget_bytes, [shown])
+        found = smallest_cluster(evaluate, job, question.budget_bytes, bounds.may_fit)
         extra["smallest_cluster"] = None if found is None else found.job.world_size
         size = "none of a reasonable size" if found is None else gpus_and_nodes(found.job)
         sentences.append(f"The smallest cluster that fits with {full_name(job)}: {size}.")

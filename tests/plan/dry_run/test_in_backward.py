@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 import shardwise as sw
 from shardwise.engine.units.gradient_shard import GradientShard
 from shardwise.errors import ConfigError, PlanError
-from shardwise.plan.dry_run import step
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import Allocate, Free, Recording, UnitMark
-from shardwise.plan.dry_run.step import record, record_once
+from shardwise.plan.dry_run.step import record
 from shardwise.plan.search.space import search_space
 from tests.engine.cases import FP32, MIXED, Case
 from tests.plan.dry_run.test_step import STATE, Regression, gpt2, job_of, state_of, traffic_of
@@ -83,22 +82,6 @@ def test_every_unit_steps_once_and_the_last_ones_step_is_over_with_backward() ->
     assert order == reduced, "as their sums are there"
 
 
-def test_blocks_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(seq_len=16, gpus_per_node=2, precision=MIXED, optimizer_in_backward=True)
-    whole = record(lambda: gpt2(n_layer=20), job)
-    made: list[Any] = []
-
-    def noted(*args: Any) -> Recording:
-        made.append(args)
-        return record(*args)
-
-    monkeypatch.setattr(step, "record", noted)
-    once = record_once(lambda: gpt2(n_layer=20), job)
-    assert len(made) == 2
-    assert once.events == whole.events
-    assert once.facts == whole.facts
-
-
 def test_what_the_engine_refuses_is_refused() -> None:
     for given, why in (
         ({"accumulation": 2}, "each backward takes a step"),
@@ -111,8 +94,8 @@ def test_what_the_engine_refuses_is_refused() -> None:
 
 
 def test_a_search_accumulates_nothing() -> None:
-    [family] = search_space({"optimizer_in_backward": True, "strategy": "full_shard"}, 64).families
-    assert family.batches == ((8, 1),)
+    [sweep] = search_space({"optimizer_in_backward": True, "strategy": "full_shard"}, 64).sweeps
+    assert sweep.batches == ((8, 1),)
     with pytest.raises(PlanError, match="global batch of 1024"):
         search_space({"optimizer_in_backward": True, "strategy": "full_shard"}, 1024)
 

@@ -15,7 +15,7 @@ from shardwise.model_tools import activation_offload
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import AWAY, BACK, Allocate, Free, HostCopy, Recording, Wait
-from shardwise.plan.dry_run.step import record, record_once
+from shardwise.plan.dry_run.step import record
 from shardwise.plan.offload.memory import offloaded, quarter_of
 from shardwise.plan.simulate.forecast import forecast_of
 from tests.engine.cases import MIXED
@@ -111,12 +111,6 @@ def test_every_copy_is_waited_for_and_leaves_less_on_the_device() -> None:
     assert (before.host_bytes_per_rank, after.host_bytes_per_rank) == (0, 8 * width)
     assert after.copies_s > 0
     assert {"host to device", "device to host"} <= set(after.timeline.streams)
-
-
-@pytest.mark.slow
-def test_blocks_are_recorded_once() -> None:
-    job = Job(seq_len=16, gpus_per_node=2, precision=MIXED, activation_checkpointing="offload")
-    assert record_once(lambda: gpt2(n_layer=20), job).events == record(lambda: gpt2(n_layer=20), job).events
 
 
 def test_cpus_and_other_engines() -> None:

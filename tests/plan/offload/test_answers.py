@@ -14,8 +14,7 @@ from shardwise.plan.dry_run.job import Job
 from shardwise.plan.hardware.devices import find_device
 from shardwise.plan.models.source import resolve
 from shardwise.plan.report.rendering import table_text
-from shardwise.plan.search.question import Effort, Question
-from shardwise.plan.search.search import explore
+from shardwise.plan.search.search import Effort, Question, explore
 from shardwise.plan.search.space import search_space
 from shardwise.policy.places import Places
 from shardwise.policy.precision import Precision
@@ -103,8 +102,8 @@ def test_a_run_with_offload_is_planned_with_it() -> None:
 
 
 def test_places_are_searched_like_anything_else() -> None:
-    families = search_space({**ASKED, "offload": ["none", "optimizer=cpu", "cpu"]}).families
-    assert [(f.base.offload and f.base.offload.words, f.base.strategy.value) for f in families] == [
+    sweeps = search_space({**ASKED, "offload": ["none", "optimizer=cpu", "cpu"]}).sweeps
+    assert [(f.base.offload and f.base.offload.words, f.base.strategy.value) for f in sweeps] == [
         (None, "no_shard"),
         ("optimizer=cpu", "no_shard"),
         ("params=cpu,optimizer=cpu", "full_shard"),

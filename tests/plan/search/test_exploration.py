@@ -11,8 +11,7 @@ from shardwise.plan.search.exploration import (
     Candidate,
     Exploration,
     Objective,
-    Verdict,
-    explore_family,
+    Outcome,
     judge,
     largest_micro_batch,
     needed_bytes,
@@ -22,6 +21,7 @@ from shardwise.plan.search.exploration import (
     ways_out,
 )
 from shardwise.plan.search.space import search_space
+from shardwise.plan.search.sweeps import explore_sweep
 from tests.plan.doubles import GIB, formula
 
 
@@ -44,8 +44,8 @@ def explored(
     global_batch: int | None = None,
     **arguments: Any,
 ) -> Exploration:
-    found = search_space(arguments, global_batch).families
-    candidates = [c for family in found for c in explore_family(family, asked, budget_bytes, objective)]
+    found = search_space(arguments, global_batch).sweeps
+    candidates = [c for sweep in found for c in explore_sweep(sweep, asked, budget_bytes, objective)]
     return ranked(candidates, objective, budget_bytes)
 
 
@@ -56,21 +56,21 @@ def test_pruning_changes_no_answer(objective: Objective, global_batch: int | Non
     asked = Asked(slack=slack)
     exploration = explored(asked, objective=objective, global_batch=global_batch)
     everything = [
-        formula(family.job(mode, *batch), slack=slack)
-        for family in search_space({}, global_batch).families
-        for mode in family.modes
-        for batch in family.batches
+        formula(sweep.job(mode, *batch), slack=slack)
+        for sweep in search_space({}, global_batch).sweeps
+        for mode in sweep.modes
+        for batch in sweep.batches
     ]
     assert len(exploration.candidates) == len(everything)
-    fitting = [forecast for forecast in everything if judge(forecast, None).verdict is Verdict.FITS]
+    fitting = [forecast for forecast in everything if judge(forecast, None).outcome is Outcome.FITS]
     best = min(fitting, key=objective.key)
     assert exploration.best is not None
     assert objective.key(exploration.best) == objective.key(best)
     fits = {forecast.job: forecast.fits for forecast in everything}
     for candidate in exploration.candidates:
-        if candidate.verdict is Verdict.IMPLIED:
+        if candidate.outcome is Outcome.IMPLIED:
             assert not fits[candidate.job]
-        elif candidate.verdict is Verdict.FITS:
+        elif candidate.outcome is Outcome.FITS:
             assert fits[candidate.job]
     if objective is Objective.TOKENS_PER_S:
         assert len(asked.jobs) < 0.7 * len(everything)
@@ -81,10 +81,10 @@ def test_a_batch_without_accumulation_is_not_implied_by_one_with() -> None:
     """Two micro-batches of 4 hold gradients besides; one of 8 does not and may fit where the two do not."""
     arguments = {"strategy": "full_shard", "activation_checkpointing": "full", "gpus_per_node": 1}
     exploration = explored(Asked(usable_bytes=122 * GIB), global_batch=8, **arguments)
-    verdicts = {c.job.accumulation: c.verdict for c in exploration.candidates}
-    assert verdicts[1] is Verdict.FITS
-    assert verdicts[2] is verdicts[4] is Verdict.IMPLIED
-    assert verdicts[8] is Verdict.TOO_LARGE
+    verdicts = {c.job.accumulation: c.outcome for c in exploration.candidates}
+    assert verdicts[1] is Outcome.FITS
+    assert verdicts[2] is verdicts[4] is Outcome.IMPLIED
+    assert verdicts[8] is Outcome.TOO_LARGE
 
 
 def test_what_holds_each_back_and_why_others_fall_out() -> None:
@@ -99,7 +99,7 @@ def test_what_holds_each_back_and_why_others_fall_out() -> None:
     assert of("full_shard", 1, "none").limited_by == "network"
     assert of("full_shard", 4, "none").limited_by == "memory"
     assert of("full_shard", 16, "full").limited_by == "compute"
-    assert of("full_shard", 1, "full").verdict is Verdict.SLOWER
+    assert of("full_shard", 1, "full").outcome is Outcome.SLOWER
     assert of("full_shard", 16, "none").limited_by == "needs 144.0 of 80.0 GiB, of which 128.0 for activations"
     assert of("no_shard", 1, "full").limited_by == "needs 115.0 of 80.0 GiB, of which 64.0 for optimizer state"
     assert of("no_shard", 16, "none").limited_by == "does not fit, because micro-batch 1 does not"

@@ -1,7 +1,13 @@
-"""Processes that forecast: when they start, and what is said of one that dies."""
+"""Processes that forecast: when they start, how they end, and what is said of one that dies."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +15,6 @@ import pytest
 
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.models.description import keep_attention
 from shardwise.plan.search.processes import Forecasters
 
 TINY: dict[str, Any] = {
@@ -24,34 +29,58 @@ def _empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_PLAN_CACHE", str(tmp_path))
 
 
-def processes(forecasters: Forecasters) -> list[Any]:
-    pipes = [worker.pipe for worker in forecasters._workers]  # type: ignore[attr-defined]
-    return [None if pipe is None else pipe.process for pipe in pipes]
+def started(forecasters: Forecasters) -> list[Any]:
+    return [process._process for process in forecasters._processes]
 
 
-def test_processes_start_at_once_where_the_machine_has_not_met_the_model() -> None:
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_process_starts_with_the_first_forecast_that_is_not_cached() -> None:
     with Forecasters(TINY, 2) as forecasters:
-        started = processes(forecasters)
-        assert all(process.poll() is None for process in started)
-    assert all(process.poll() is not None for process in started)
-
-
-def test_a_process_starts_with_the_first_forecast_where_the_model_was_met() -> None:
-    keep_attention(TINY, "sdpa")
-    with Forecasters(TINY, 2) as forecasters:
-        assert processes(forecasters) == [None, None]
+        assert started(forecasters) == [None, None]
         found = forecasters(JOB)
-        assert [process is not None for process in processes(forecasters)] == [True, False]
-        assert forecasters(JOB) == found  # kept
+        assert [process is not None for process in started(forecasters)] == [True, False]
+        assert forecasters(JOB) == found
+    assert all(process.poll() is not None for process in started(forecasters) if process is not None)
     with Forecasters(TINY, 2) as forecasters:
         assert forecasters(JOB) == found
-        assert processes(forecasters) == [None, None]
+        assert started(forecasters) == [None, None]
 
 
 def test_a_process_that_died_is_an_error_that_says_so() -> None:
     with Forecasters(TINY, 2) as forecasters:
-        for process in processes(forecasters):
-            process.kill()
-            process.wait()
+        forecasters(JOB)
+        started(forecasters)[0].kill()
         with pytest.raises(PlanError, match="a process of the search exited with status -9"):
-            forecasters(JOB)
+            forecasters(Job(gpus_per_node=4, seq_len=64))
+
+
+def test_a_process_ends_with_a_caller_that_is_killed() -> None:
+    program = (
+        "import sys, time\n"
+        "from tests.plan.search.test_processes import *\n"
+        "forecasters = Forecasters(TINY, 2)\n"
+        "forecasters(JOB)\n"
+        "print(started(forecasters)[0].pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    root = Path(__file__).parents[3]
+    caller = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=root)
+    assert caller.stdout is not None
+    process = int(caller.stdout.readline())
+    os.kill(process, 0)
+    caller.send_signal(signal.SIGKILL)
+    caller.communicate()
+    until(lambda: _is_gone(process))
+
+
+def _is_gone(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

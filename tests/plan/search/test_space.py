@@ -10,21 +10,19 @@ from shardwise.policy.precision import Precision
 
 
 def shardings(**arguments: Any) -> list[tuple[str, int | None]]:
-    return [(family.base.strategy.value, family.base.shard_group) for family in search_space(arguments).families]
+    return [(sweep.base.strategy.value, sweep.base.shard_group) for sweep in search_space(arguments).sweeps]
 
 
 def batches(global_batch: int | None = None, **arguments: Any) -> tuple[tuple[int, int], ...]:
-    (found,) = {
-        family.batches for family in search_space({"strategy": "full_shard", **arguments}, global_batch).families
-    }
+    (found,) = {sweep.batches for sweep in search_space({"strategy": "full_shard", **arguments}, global_batch).sweeps}
     return found
 
 
 def test_all_fixed_is_one_configuration() -> None:
     found = search_space(
         {"strategy": "full_shard", "micro_batch": 2, "accumulation": 3, "activation_checkpointing": "full", "nodes": 2}
-    ).families
-    assert [family.size for family in found] == [1]
+    ).sweeps
+    assert [sweep.size for sweep in found] == [1]
     job = found[0].job("full", *found[0].batches[0])
     assert (job.micro_batch, job.accumulation, job.activation_checkpointing, job.nodes) == (2, 3, "full", 2)
 
@@ -37,7 +35,7 @@ def test_nothing_fixed_is_everything_that_makes_a_difference() -> None:
     assert [pair for pair in one_node if pair[0] == "hybrid_shard"] == [("hybrid_shard", 2), ("hybrid_shard", 4)]
     assert {group for _, group in shardings(gpus_per_node=8, nodes=8)} == {None, 8, 16, 32}
     assert shardings(gpus_per_node=1) == [("no_shard", None)]
-    assert search_space({}).families[0].modes == ("none", "selective-ops", "every-2", "full")
+    assert search_space({}).sweeps[0].modes == ("none", "selective-ops", "every-2", "full")
     assert batches() == tuple((2**k, 1) for k in range(7))
 
 
@@ -53,11 +51,11 @@ def test_a_shard_group_is_for_strategies_that_take_one() -> None:
 
 def test_strategies_that_cannot_reshard_so_are_left_out_and_why() -> None:
     found = search_space({"reshard_after_forward": 4, "micro_batch": 1})
-    assert {(f.base.strategy.value, f.base.shard_group) for f in found.families} == {
+    assert {(f.base.strategy.value, f.base.shard_group) for f in found.sweeps} == {
         ("shard_optimizer", None), ("shard_grad_op", None), ("full_shard", None),
         ("hybrid_shard", 4), ("hybrid_shard_zero2", 4),
     }  # fmt: skip
-    assert {family.base.reshard_after_forward for family in found.families} == {4}
+    assert {sweep.base.reshard_after_forward for sweep in found.sweeps} == {4}
     why = "reshard_after_forward=4 does not divide the shard group of"
     assert [(job.strategy.value, job.shard_group, why) for job, why in found.left_out] == [
         ("no_shard", None, f"{why} 1 rank; leave it out"),
@@ -69,8 +67,8 @@ def test_strategies_that_cannot_reshard_so_are_left_out_and_why() -> None:
 
 
 def test_lists_are_choices_for_any_argument() -> None:
-    found = search_space({"strategy": "full_shard", "seq_len": [1024, 2048], "nodes": (1, 2)}).families
-    assert [(family.base.seq_len, family.base.nodes) for family in found] == [
+    found = search_space({"strategy": "full_shard", "seq_len": [1024, 2048], "nodes": (1, 2)}).sweeps
+    assert [(sweep.base.seq_len, sweep.base.nodes) for sweep in found] == [
         (1024, 1),
         (1024, 2),
         (2048, 1),

@@ -6,7 +6,7 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,48 +38,20 @@ from shardwise.optim.adamw_pieces import AdamWInPieces
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.whole_matrix import whole_matrix
 from shardwise.plan.dry_run.autocast import autocast
-from shardwise.plan.dry_run.depth import deepened
 from shardwise.plan.dry_run.fake_tensors import FakeTensors
 from shardwise.plan.dry_run.forward import TrainingForward
 from shardwise.plan.dry_run.gpu_kernels import device_kernels, full_sequences, package_kernels
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Recorder
 from shardwise.plan.dry_run.recording import Facts, Recording, StepPhase
-from shardwise.plan.dry_run.repetition import repeated_blocks
 from shardwise.plan.dry_run.traced_collectives import traced_mesh
 from shardwise.plan.dry_run.traced_copies import TracedCopies
 from shardwise.policy.settings import SHARD
 from shardwise.sharded.parameter import ShardedParameter
 
 _MAX_NORM = 1.0
-_NOT_BY_BLOCK = frozenset({"adamw-foreach", "muon"})
-"""Optimizers whose step is not the same for each block (`depth`): adamw-foreach frees a list of memory last in, first
-out; with muon the matrices of a block may belong to any rank."""
 _BATCH_SEQUENCE_WIDTH = 3
 """The number of dims of the hidden states that blocks of transformers are given."""
-
-
-def record_once(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Recording:
-    """Like `record`, but run the model with only a few of its equal blocks and extend the recording to all of them. If
-    that is not exact, run all blocks.
-
-    Args and Raises: as `record`.
-    """
-    stack = None if job.optimizer in _NOT_BY_BLOCK else repeated_blocks(builder, job)
-    if stack is None:
-        return record(builder, job, rank)
-    with _without_collection(), suppress(UserError):  # code may need all of its blocks
-        shallow: Recording | None = None
-        for depth, further in stack.depths(job.slots):
-            shallow = record(stack.cut(builder, depth), job, rank) if shallow is None else shallow
-            deeper = record(stack.cut(builder, further), job, rank)
-            gap = further - depth
-            gaps = (stack.stop - stack.start - depth) // gap
-            deep = deepened(shallow, deeper, stack.container, stack.period, gap, gaps)
-            if deep is not None and deep.facts.params == stack.params:
-                return deep
-            shallow = deeper
-    return record(builder, job, rank)
 
 
 def record(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Recording:
@@ -251,7 +223,7 @@ def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
 
 def _follow_pieces(optimizer: AdamWInPieces, job: Job, recorder: Recorder) -> None:
     """Let an optimizer of many kernels update as many elements at a time as the job's device would, and give its events
-    the names of parameters, which tell those of one block from another's (`depth`)."""
+    the names of the parameters that it updates."""
     if not job.on_cpu:
         optimizer.cpu_chunk_numel = optimizer.chunk_numel
     if job.optimizer_in_backward:
@@ -266,9 +238,10 @@ def _follow_pieces(optimizer: AdamWInPieces, job: Job, recorder: Recorder) -> No
 
 
 def _blocks(engine: Engine) -> list[nn.Module]:
-    """Return the blocks: the units of the most common class among units with submodules."""
+    """Return the blocks: the units of the most common class among units with submodules. Of an encoder and a decoder
+    with as many blocks, the decoder's."""
     modules = [unit.module for unit in engine.units[1:] if next(unit.module.children(), None) is not None]
-    counts = Counter(type(module) for module in modules)
+    counts = Counter(type(module) for module in reversed(modules))
     return [module for module in modules if type(module) is counts.most_common(1)[0][0]]
 
 

@@ -7,20 +7,20 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError, one_line
 from shardwise.hub import fetch_config, hub_name
-from shardwise.plan.models.description import ConfigDescription, kept_attention, kept_description
 from shardwise.plan.models.transformers_models import (
+    ConfigDescription,
     beyond_words,
     build_transformer,
+    cached_description,
     check_model_type,
     described,
-    fastest_attention,
 )
 from shardwise.policy.settings import ATTENTIONS
 from shardwise.suggest import did_you_mean, nearest_path
@@ -79,7 +79,7 @@ class ModelSource:
         if self.build is not None:
             return self.build
         assert self.config is not None
-        return _transformers_builder(json.dumps(self.config), attention)
+        return partial(build_transformer, self.config, attention)
 
     @property
     def positions(self) -> int | None:
@@ -102,12 +102,7 @@ class ModelSource:
     def attention(self) -> str:
         """The fastest attention that the model's code supports: "sdpa" (fused) or "eager". Raises PlanError as
         `positions`."""
-        return "sdpa" if self.config is None else fastest_attention(self.config)
-
-    @property
-    def is_met(self) -> bool:
-        """Whether the model's attention is stored on this machine, or the model is user code."""
-        return self.config is None or kept_attention(self.config) is not None
+        return "sdpa" if self.description is None else self.description.attention
 
     @property
     def description(self) -> ConfigDescription | None:
@@ -222,11 +217,5 @@ def _is_built(model: object) -> bool:
 
 def _check_known(config: Mapping[str, Any], where: str) -> None:
     """Raise PlanError for a type that transformers does not know."""
-    if kept_description(config) is None:
+    if cached_description(config) is None:
         check_model_type(config["model_type"], where)
-
-
-@lru_cache(maxsize=8)
-def _transformers_builder(config: str, attention: str) -> Builder:
-    """Return the builder of a configuration, one function for one model, so that caches keyed by builders hit."""
-    return partial(build_transformer, json.loads(config), attention)

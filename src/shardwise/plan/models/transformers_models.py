@@ -5,20 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError, UserError, one_line
-from shardwise.plan.models.description import (
-    ConfigDescription,
-    keep_attention,
-    keep_description,
-    kept_attention,
-    kept_description,
-)
-from shardwise.plan.models.lean_import import import_transformers
+from shardwise.plan import cache
 from shardwise.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -48,7 +42,6 @@ def quiet_transformers() -> None:
 
 def check_model_type(model_type: str, where: str) -> None:
     """Raise PlanError for a type that transformers does not know. `where` begins the message."""
-    import_transformers()
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
@@ -63,40 +56,58 @@ _NOT_THE_SHAPE = ("transformers_version", "dtype", "torch_dtype")
 """Keys that do not belong to a model's shape. The dtype follows from the precision, as in training."""
 
 
+@dataclass(frozen=True, slots=True)
+class ConfigDescription:
+    """What a plan needs to know about a configuration before it is built."""
+
+    positions: int | None
+    """The longest sequence that the model was made for; None: any."""
+    is_rotary: bool
+    """Whether longer sequences can be computed too, because positions are rotary."""
+    normalised: dict[str, Any]
+    """The configuration's own keys, under the names that the installed transformers has for them."""
+    is_language_model: bool
+    """Whether it is a causal language model."""
+    attention: str
+    """The fastest attention that transformers has for it: "sdpa", or "eager" if none is fused."""
+
+
 def described(config: Mapping[str, Any]) -> ConfigDescription:
-    """Return what a plan needs to know about a configuration, from the cache or from transformers. Raises PlanError if
-    transformers refuses it."""
-    found = kept_description(config)
+    """Return the description of a configuration, from the cache or from transformers. Raises PlanError if transformers
+    refuses it."""
+    found = cached_description(config)
     if found is None:
         found = _described(config)
-        keep_description(config, found)
+        cache.write(_name(config), asdict(found))
     return found
 
 
+def cached_description(config: Mapping[str, Any]) -> ConfigDescription | None:
+    """Return the description of a configuration if it is stored, else None. Does not import transformers."""
+    try:
+        return ConfigDescription(**cache.read(_name(config)))
+    except TypeError:  # no file, or a damaged one
+        return None
+
+
+def _name(config: Mapping[str, Any]) -> str:
+    return cache.name_of("model", config)
+
+
 def _described(config: Mapping[str, Any]) -> ConfigDescription:
-    import_transformers()
     from transformers import AutoModelForCausalLM
 
     filled = complete_config(config)
     text = text_part(filled)
+    with _errors_on_one_line(config["model_type"]):
+        model, _ = _model_and_config(filled)
     return ConfigDescription(
         positions=positions_of(text),
         is_rotary=is_rotary(text),
         normalised=_normalised(config, filled.to_diff_dict()),
         is_language_model=type(filled) in AutoModelForCausalLM._model_mapping,
+        attention="sdpa" if getattr(model, "_supports_sdpa", True) else "eager",
     )
-
-
-def fastest_attention(config: Mapping[str, Any]) -> str:
-    """Return the fastest attention that transformers has for a configuration: "sdpa", or "eager" if none is fused.
-    Imports the model's code if the answer is not stored. Raises PlanError if transformers refuses the configuration."""
-    found = kept_attention(config)
-    if found is None:
-        with _errors_on_one_line(config["model_type"]):
-            model, _ = _model_and_config(complete_config(config))
-        found = "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
-        keep_attention(config, found)
-    return found
 
 
 def _normalised(config: Mapping[str, Any], filled: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +123,6 @@ _ROTARY = {"rope_theta", "rope_scaling"}
 
 def complete_config(config: Mapping[str, Any]) -> Any:
     """Return the configuration as a transformers object. Raises PlanError if transformers refuses it."""
-    import_transformers()
     from transformers import CONFIG_MAPPING
 
     values = {key: value for key, value in config.items() if key not in _NOT_THE_SHAPE}

@@ -11,7 +11,7 @@ from shardwise.plan.search.exploration import (
     LAUNCHES,
     Candidate,
     Exploration,
-    Verdict,
+    Outcome,
     available_bytes,
     needed_bytes,
 )
@@ -77,7 +77,7 @@ class PlanReport:
         too_large = [
             (full_name(candidate.job), candidate.limited_by)
             for candidate in known
-            if candidate.verdict is not Verdict.FITS
+            if candidate.outcome is not Outcome.FITS
         ]
         names = {strategy_name(candidate.job) for candidate in known}
         for candidate in self.exploration.candidates:  # ruled out by bounds: the smallest batch tells most
@@ -88,26 +88,26 @@ class PlanReport:
 
     @property
     def counts(self) -> str:
-        """How many configurations got which verdict, in a sentence; "" if there is only one."""
-        counted = dict.fromkeys(Verdict, 0)
+        """How many configurations had which outcome, in a sentence; "" if there is only one."""
+        counted = dict.fromkeys(Outcome, 0)
         for candidate in self.exploration.candidates:
-            counted[candidate.verdict] += 1
+            counted[candidate.outcome] += 1
         total = len(self.exploration.candidates)
         if total == 1:
             return ""
-        fit = counted[Verdict.FITS]
+        fit = counted[Outcome.FITS]
         words = [f"{total} configurations: {fit} {'fits' if fit == 1 else 'fit'}"]
-        if counted[Verdict.TOO_LARGE] or counted[Verdict.IMPLIED]:
-            too_large = counted[Verdict.TOO_LARGE] + counted[Verdict.IMPLIED]
+        if counted[Outcome.TOO_LARGE] or counted[Outcome.IMPLIED]:
+            too_large = counted[Outcome.TOO_LARGE] + counted[Outcome.IMPLIED]
             words.append(f"{too_large} {'does' if too_large == 1 else 'do'} not")
-        if slower := counted[Verdict.SLOWER]:
+        if slower := counted[Outcome.SLOWER]:
             words.append(f"{slower} {'is' if slower == 1 else 'are'} known to be slower")
         return ", ".join(words) + "."
 
 
 def shown_rows(exploration: Exploration) -> list[Candidate]:
     """Return the best configurations that fit, best first, always with the best of each strategy."""
-    firsts = {id(candidate) for candidate in by_strategy(exploration) if candidate.verdict is Verdict.FITS}
+    firsts = {id(candidate) for candidate in by_strategy(exploration) if candidate.outcome is Outcome.FITS}
     return [c for n, c in enumerate(exploration.fitting) if n < SHOWN or id(c) in firsts]
 
 
@@ -134,7 +134,7 @@ def _bar(candidate: Candidate, budget_bytes: int | None) -> Bar:
         parts=parts(forecast),
         needs_bytes=needed_bytes(forecast),
         has_bytes=available_bytes(forecast, budget_bytes),
-        fits=candidate.verdict is Verdict.FITS,
+        fits=candidate.outcome is Outcome.FITS,
         tokens_per_s=forecast.tokens_per_s_per_gpu,
         tokens_per_s_range=forecast.tokens_per_s_range,
     )

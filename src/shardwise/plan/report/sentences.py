@@ -83,7 +83,7 @@ def candidate_dict(candidate: Candidate) -> dict[str, Any]:
         "micro_batch": job.micro_batch,
         "accumulation": job.accumulation,
         "activation_checkpointing": job.activation_checkpointing,
-        "verdict": candidate.verdict.name.lower(),
+        "verdict": candidate.outcome.name.lower(),
         "why": candidate.limited_by,
     }
     if candidate.forecast is not None:

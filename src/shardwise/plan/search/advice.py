@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from shardwise.errors import UserError
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.search.bounded import least_job
-from shardwise.plan.search.exploration import Verdict, judge, largest_micro_batch, needed_bytes
+from shardwise.plan.search.exploration import Outcome, judge, largest_micro_batch, needed_bytes
 from shardwise.plan.search.processes import Forecasters
-from shardwise.plan.search.question import Effort, Question, space_of
+from shardwise.plan.search.search import Effort, Question, space_of
+from shardwise.plan.search.sweeps import least_job
 from shardwise.plan.simulate.forecast import Forecast
 from shardwise.policy.strategy import LEAST_SLOTS, Strategy
 
@@ -114,13 +114,13 @@ class _Asked:
             arguments |= change.arguments
         try:
             space = space_of(replace(self.question, arguments=arguments, effort=Effort.QUICK))
-            return self.forecasters(least_job(space.families))
+            return self.forecasters(least_job(space.sweeps))
         except UserError:
             return None
 
     def fits(self, forecast: Forecast | None) -> bool:
         """Whether there is a forecast and it fits."""
-        return forecast is not None and judge(forecast, self.question.budget_bytes).verdict is Verdict.FITS
+        return forecast is not None and judge(forecast, self.question.budget_bytes).outcome is Outcome.FITS
 
     def fewest(self, saving: list[Change], change: Change) -> list[Change]:
         """Return a change that fits together with some others, without those of them that it does not need; it does

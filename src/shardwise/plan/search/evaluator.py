@@ -1,49 +1,39 @@
-"""Forecasts of many jobs of one model with as few dry runs as possible."""
+"""Forecasts of many jobs of one model, stored on disk from one question to the next."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 
-from shardwise.plan.dry_run.cache import recorded
+from shardwise.plan import cache
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.dry_run.recording import Recording
+from shardwise.plan.dry_run.recording import Facts, Recording
+from shardwise.plan.hardware.host import usual_host
 from shardwise.plan.models.source import ModelSource
-from shardwise.plan.simulate.forecast import Forecast, forecast_of
-from shardwise.plan.simulate.kept_forecasts import keep_forecast, kept_forecast
-from shardwise.plan.simulate.scaling import SMALLEST, scaled
+from shardwise.plan.simulate.forecast import Forecast, forecast_of, price_of, recorded
 
 STEADY = 3
 """The number of micro-batches from which on each takes as much time and memory as the one before it."""
-_KEPT = 2
-"""The number of recordings of a kind that are kept, to make others from."""
+_APART = {"job", "recording"}
+_FIELDS = [known.name for known in fields(Forecast) if known.name not in _APART]
 
 
 class Evaluator:
-    """Forecasts jobs of one model. A job that differs from two recorded ones only in its micro-batch is not recorded:
-    its recording is made from theirs (`scaling`)."""
+    """Forecasts jobs of one model."""
 
-    def __init__(self, source: ModelSource, scale: bool = True) -> None:
-        """
-        Args:
-            source: the model.
-            scale: whether recordings may be made from others.
-        """
+    def __init__(self, source: ModelSource) -> None:
         self._source = source
-        self._scale = scale
-        self._kind: Job | None = None
-        self._kept: list[Recording] = []
-        """Recordings of jobs of this kind."""
-        self.recorded = 0
-        """The number of recordings not made from others so far."""
 
     def __call__(self, job: Job) -> Forecast:
         """Return a job's forecast without the recorded events, because those of hundreds of jobs would fill the memory.
-        Forecasts are stored on disk from one question to the next."""
-        found = kept_forecast(self._source, job, self._scale)
+
+        Raises:
+            PlanError: the model cannot be built or run dry.
+        """
+        found = cached_forecast(self._source, job)
         if found is None:
             whole = self.whole(job)
             found = replace(whole, recording=replace(whole.recording, events=()))
-            keep_forecast(self._source, found, self._scale)
+            _store(self._source, found)
         return found
 
     def whole(self, job: Job) -> Forecast:
@@ -52,30 +42,41 @@ class Evaluator:
         From the third on, every micro-batch of a step takes as much memory and time as the one before it. So longer
         accumulations are forecast from steps of two and three micro-batches, and have the timeline of three.
         """
-        if job.accumulation <= STEADY or not self._scale:
-            return forecast_of(self.recording(job))
-        two, three = (forecast_of(self.recording(replace(job, accumulation=n))) for n in (STEADY - 1, STEADY))
-        return _longer(two, three, job)
+        if job.accumulation <= STEADY:
+            return forecast_of(recorded(self._source, job))
+        two, three = (replace(job, accumulation=count) for count in (STEADY - 1, STEADY))
+        return _longer(forecast_of(recorded(self._source, two)), forecast_of(recorded(self._source, three)), job)
 
-    def recording(self, job: Job) -> Recording:
-        """Return a job's recording, made from others where that is exact.
 
-        Raises:
-            PlanError: the model cannot be built or run dry.
-        """
-        kind = replace(job, micro_batch=1)
-        if kind != self._kind:  # a search takes one kind after the other: recordings of the last are not needed
-            self._kind, self._kept = kind, []
-        kept = self._kept
-        if self._scale and len(kept) == _KEPT:
-            made = scaled(kept[0], kept[1], job.micro_batch)
-            if made is not None:
-                return made
-        recording = recorded(self._source, job)
-        self.recorded += 1
-        if job.micro_batch >= SMALLEST and len(kept) < _KEPT:
-            kept.append(recording)
-        return recording
+def cached_forecast(source: ModelSource, job: Job) -> Forecast | None:
+    """Return a job's forecast without events, if it is stored; else None."""
+    name = _name(source, job)
+    plain = None if name is None else cache.read(name)
+    if plain is None:
+        return None
+    try:
+        facts = Facts(**plain.pop("facts"))
+        anew = {"peak_at": tuple(plain["peak_at"]), "price_per_hour": price_of(job)}
+        return Forecast(job=job, recording=Recording(job, facts, ()), **{**plain, **anew})
+    except (AttributeError, KeyError, TypeError):  # a damaged file
+        return None
+
+
+def _store(source: ModelSource, forecast: Forecast) -> None:
+    name = _name(source, forecast.job)
+    if name is not None:
+        plain = {field: getattr(forecast, field) for field in _FIELDS}
+        cache.write(name, {**plain, "facts": asdict(forecast.recording.facts)})
+
+
+def _name(source: ModelSource, job: Job) -> str | None:
+    """Return a file name made from everything that a forecast depends on, but for the price, which is applied when a
+    forecast is read. None if the model or its units are user code, which may depend on anything."""
+    names_units = job.units is None or isinstance(job.units, int) or job.units_by_name is not None
+    if cache.cache_directory() is None or source.config is None or not names_units:
+        return None
+    machines = [job.hardware, job.node_interconnect, usual_host()]
+    return cache.name_of("forecast", source.config, repr(replace(job, price_per_hour=None)), *map(repr, machines))
 
 
 def _longer(two: Forecast, three: Forecast, job: Job) -> Forecast:

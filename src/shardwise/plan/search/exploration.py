@@ -1,14 +1,13 @@
-"""Verdicts of a search: which configurations fit, which is best, what limits each, and why the others do not fit."""
+"""Outcomes of a search: which configurations fit, which is best, what limits each, and why the others do not fit."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.search.space import Family
 from shardwise.plan.simulate.forecast import Forecast
 
 Evaluate = Callable[[Job], Forecast]
@@ -52,7 +51,7 @@ class Objective(enum.Enum):
         return speed if self is Objective.TOKENS_PER_S else (-forecast.job.micro_batch, *speed)
 
 
-class Verdict(enum.Enum):
+class Outcome(enum.Enum):
     """The outcome of a search for one configuration."""
 
     FITS = "fits"
@@ -66,12 +65,12 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One configuration and the search's verdict on it."""
+    """One configuration and the outcome for it."""
 
     job: Job
-    verdict: Verdict
+    outcome: Outcome
     forecast: Forecast | None
-    """None if the verdict follows without one."""
+    """None if the outcome follows without one."""
     limited_by: str
     """The bottleneck (memory, network, host, launches or compute) of one that fits; for the others, a phrase that says
     why they do not fit or are slower."""
@@ -91,7 +90,7 @@ class Exploration:
     @property
     def fitting(self) -> list[Candidate]:
         """The configurations that fit, best first."""
-        return [candidate for candidate in self.candidates if candidate.verdict is Verdict.FITS]
+        return [candidate for candidate in self.candidates if candidate.outcome is Outcome.FITS]
 
     @property
     def best(self) -> Forecast | None:
@@ -109,45 +108,15 @@ def available_bytes(forecast: Forecast, budget_bytes: int | None = None) -> int:
     return forecast.usable_bytes if budget_bytes is None else min(budget_bytes, forecast.usable_bytes)
 
 
-def explore_family(
-    family: Family, evaluate: Evaluate, budget_bytes: int | None, objective: Objective
-) -> Iterator[Candidate]:
-    """Judge a family's configurations one after the other, and forecast only those that need it.
-
-    Two exact rules save forecasts. Live bytes do not fall when the micro-batch grows, so once live bytes alone exceed
-    the budget, nothing larger fits. Recomputation adds kernels to the same order of events, so it is never faster than
-    the same batch without it: if that batch fits, a search for speed does not forecast the recomputing one.
-    """
-    fitting: set[tuple[int, int]] = set()
-    for mode in family.modes:
-        hopeless: list[Job] = []
-        for batch in family.batches:
-            job = family.job(mode, *batch)
-            smaller = next((other for other in hopeless if _implies(other, job)), None)
-            if smaller is not None:
-                yield Candidate(
-                    job, Verdict.IMPLIED, None, f"does not fit, because micro-batch {smaller.micro_batch} does not"
-                )
-            elif mode != "none" and batch in fitting and objective is Objective.TOKENS_PER_S:
-                yield Candidate(job, Verdict.SLOWER, None, "fits without recomputation, which is faster")
-            else:
-                candidate = judge(evaluate(job), budget_bytes)
-                if candidate.verdict is Verdict.FITS and mode == "none":
-                    fitting.add(batch)
-                if candidate.forecast is not None and _is_hopeless(candidate.forecast, budget_bytes):
-                    hopeless.append(job)
-                yield candidate
-
-
 def judge(forecast: Forecast, budget_bytes: int | None) -> Candidate:
-    """Return the verdict on a forecast: whether it fits, and its bottleneck or why it does not."""
+    """Return the outcome of a forecast: whether it fits, and its bottleneck or why it does not."""
     needs, has = needed_bytes(forecast), available_bytes(forecast, budget_bytes)
     if needs > has:
-        return Candidate(forecast.job, Verdict.TOO_LARGE, forecast, why_too_large(forecast, has))
+        return Candidate(forecast.job, Outcome.TOO_LARGE, forecast, why_too_large(forecast, has))
     on_host = forecast.host_bytes_per_node
     if on_host > forecast.host_has_bytes:
         why = f"needs {gib(on_host)} of the {gib(forecast.host_has_bytes)} GiB of a node's host memory"
-        return Candidate(forecast.job, Verdict.TOO_LARGE, forecast, why)
+        return Candidate(forecast.job, Outcome.TOO_LARGE, forecast, why)
     waits = {
         "network": forecast.exposed_comm_s,
         "host": forecast.exposed_offload_s,
@@ -155,7 +124,7 @@ def judge(forecast: Forecast, budget_bytes: int | None) -> Candidate:
     }
     longest = max(waits, key=lambda name: waits[name])
     holds_back = waits[longest] > WAITING_SHARE * forecast.step_time_s
-    return Candidate(forecast.job, Verdict.FITS, forecast, longest if holds_back else "compute")
+    return Candidate(forecast.job, Outcome.FITS, forecast, longest if holds_back else "compute")
 
 
 def why_too_large(forecast: Forecast, has_bytes: int) -> str:
@@ -183,26 +152,26 @@ MEMORY_WORDS = {
 
 
 def ranked(candidates: Iterable[Candidate], objective: Objective, budget_bytes: int | None) -> Exploration:
-    """Put candidates in order. One that was limited by compute is limited by memory if a larger batch of its family
-    does not fit."""
-    everything = [(candidate, family_key(candidate.job)) for candidate in candidates]
-    larger_fails = {key for candidate, key in everything if candidate.verdict in (Verdict.TOO_LARGE, Verdict.IMPLIED)}
+    """Put candidates in order. One that was limited by compute is limited by memory if the same job with a larger
+    batch does not fit."""
+    everything = [(candidate, job_key(candidate.job)) for candidate in candidates]
+    larger_fails = {key for candidate, key in everything if candidate.outcome in (Outcome.TOO_LARGE, Outcome.IMPLIED)}
     largest: dict[tuple[object, ...], int] = {}
     for candidate, key in everything:
-        if candidate.verdict is Verdict.FITS:
+        if candidate.outcome is Outcome.FITS:
             largest[key] = max(candidate.job.micro_batch, largest.get(key, 0))
 
     def order(candidate: Candidate) -> tuple[float, ...]:
         if candidate.forecast is None:
             return (2.0,)
-        if candidate.verdict is Verdict.FITS:
+        if candidate.outcome is Outcome.FITS:
             return (0.0, *objective.key(candidate.forecast))
         return (1.0, needed_bytes(candidate.forecast))
 
     settled = []
     for candidate, key in everything:
         is_last = candidate.job.micro_batch == largest.get(key) and key in larger_fails
-        by_memory = candidate.verdict is Verdict.FITS and candidate.limited_by == "compute" and is_last
+        by_memory = candidate.outcome is Outcome.FITS and candidate.limited_by == "compute" and is_last
         settled.append(replace(candidate, limited_by="memory") if by_memory else candidate)
     return Exploration(tuple(sorted(settled, key=order)), budget_bytes)
 
@@ -343,22 +312,10 @@ def _bisect(
 
 
 def _fitting(forecast: Forecast, budget_bytes: int | None) -> Forecast | None:
-    return forecast if judge(forecast, budget_bytes).verdict is Verdict.FITS else None
+    return forecast if judge(forecast, budget_bytes).outcome is Outcome.FITS else None
 
 
-def _is_hopeless(forecast: Forecast, budget_bytes: int | None) -> bool:
-    """Whether live bytes alone exceed the memory, before any fragmentation."""
-    live = forecast.peak_memory_bytes + forecast.context_bytes + forecast.nccl_bytes
-    return live > available_bytes(forecast, budget_bytes)
-
-
-def _implies(smaller: Job, larger: Job) -> bool:
-    """Whether the live bytes of `smaller` are a lower bound of those of `larger`. Accumulated gradients are held from
-    the second micro-batch on, so a job that accumulates is no bound for one that does not."""
-    return smaller.micro_batch <= larger.micro_batch and (smaller.accumulation == 1 or larger.accumulation > 1)
-
-
-def family_key(job: Job) -> tuple[object, ...]:
+def job_key(job: Job) -> tuple[object, ...]:
     """Return a key that is the same for jobs that differ only in their batches. The GPU goes in by name, because a
     device may be an object that cannot be hashed."""
     alike = (getattr(job, field.name) for field in fields(job) if field.name not in _APART)

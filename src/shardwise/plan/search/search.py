@@ -1,43 +1,85 @@
-"""Which of the configurations that a question spans fit, and how fast they are."""
+"""A question about a model, and its search: which of the configurations that it spans fit, and how fast they are."""
 
 from __future__ import annotations
 
+import enum
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from shardwise.plan.dry_run.job import Job
+from shardwise.errors import PlanError
+from shardwise.plan.dry_run.job import Job, suited_to
 from shardwise.plan.models.source import ModelLike, resolve
-from shardwise.plan.search.bounded import Task, by_setting, least_job, rounds
-from shardwise.plan.search.bounds import Knowledge
-from shardwise.plan.search.evaluator import STEADY, Evaluator
+from shardwise.plan.search.bounds import Bounds
+from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import (
     Candidate,
     Evaluate,
     Exploration,
     Objective,
-    Verdict,
-    explore_family,
+    Outcome,
     judge,
     nothing_fits,
     ranked,
 )
 from shardwise.plan.search.processes import Forecasters
-from shardwise.plan.search.question import Effort, Question, asked_space, space_of
-from shardwise.plan.search.space import Family, SearchSpace
+from shardwise.plan.search.space import SearchSpace, Sweep, search_space
+from shardwise.plan.search.sweeps import Task, by_setting, explore_sweep, leanest, least_job, rounds
 from shardwise.plan.simulate.forecast import Forecast
+from shardwise.policy.strategy import Strategy
+from shardwise.suggest import did_you_mean
 
 PARALLEL_FROM = 4
 """The number of configurations from which on starting processes pays off."""
 BOUNDED_FROM = 12
 """The number of configurations from which on bounds save forecasts."""
-SCALED_FROM = 2
-"""A family with more batches than this may have forecasts from recordings made from others."""
+COMPARED = {
+    "ddp": ("fsdp2", Strategy.NO_SHARD),
+    "fsdp1": ("fsdp1", Strategy.FULL_SHARD),
+    "fsdp2": ("fsdp2", Strategy.FULL_SHARD),
+    "deepspeed": ("deepspeed", Strategy.FULL_SHARD),
+    "shardwise": ("shardwise", Strategy.FULL_SHARD),
+}
+"""(engine, strategy) by the name under which a plan can compare them."""
 
 Progress = Callable[[int, int, Candidate], None]
 """Called with (configurations done, configurations in all, the one just judged), perhaps from several threads."""
+
+
+class Effort(enum.Enum):
+    """How much of a search is forecast."""
+
+    QUICK = "quick"
+    """Only the strategy that shards most, and only what bounds do not rule out."""
+    USUAL = "usual"
+    """What bounds do not rule out: finds the same best configuration as the whole grid."""
+    THOROUGH = "thorough"
+    """The whole grid, except for what follows from smaller batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question about one model."""
+
+    model: ModelLike
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """As for `search_space`."""
+    global_batch: int | None = None
+    budget_bytes: int | None = None
+    """Memory of one GPU, for everything. None: the device's usable bytes."""
+    objective: Objective = Objective.TOKENS_PER_S
+    effort: Effort = Effort.USUAL
+    workers: int = 1
+    """The number of processes that forecast."""
+    compare: tuple[str, ...] = ()
+    """Names in `COMPARED`. If there are any, the best configuration of each is found, instead of a search over
+    strategies."""
+    smallest_cluster: bool = False
+    """Whether to find the fewest GPUs that suffice, too."""
+    largest_batch: bool = False
+    """Whether to find the largest micro-batch that fits, too."""
 
 
 def search(
@@ -89,21 +131,59 @@ def forecasters_of(question: Question) -> Forecasters:
     return Forecasters(question.model, 1 if alone else question.workers)
 
 
+# The configurations ---------------------------------------------------------------------------------------------------
+
+
+def space_of(question: Question) -> SearchSpace:
+    """Return all configurations that a question spans, with a sequence length and attention that suit the model, whose
+    code may be loaded for that. Raises PlanError and ConfigError as `asked_space`, and if the model does not support
+    what was asked for."""
+    asked_space(question)
+    return _space(question, suited_to(resolve(question.model), question.arguments))
+
+
+def asked_space(question: Question) -> SearchSpace:
+    """Return as many configurations as `space_of`, without loading the model. Raises PlanError and ConfigError for
+    invalid arguments."""
+    space = _space(question, question.arguments)
+    for sweep in space.sweeps:
+        _ = sweep.base.hardware, sweep.base.node_interconnect
+    return space
+
+
+def _space(question: Question, arguments: Mapping[str, Any]) -> SearchSpace:
+    if question.compare:
+        return _side_by_side(question, arguments)
+    space = search_space(arguments, question.global_batch)
+    if question.effort is Effort.QUICK:
+        return SearchSpace(tuple(leanest(alike) for alike in by_setting(space.sweeps)), ())
+    return space
+
+
+def _side_by_side(question: Question, arguments: Mapping[str, Any]) -> SearchSpace:
+    """Return the configurations of everything that is compared. Raises PlanError for an unknown name, or if an engine,
+    strategy or shard group is given too."""
+    sweeps: list[Sweep] = []
+    for name in question.compare:
+        if name not in COMPARED:
+            known = ", ".join(COMPARED)
+            raise PlanError(f"cannot compare {name!r}: must be one of {known}{did_you_mean(name, COMPARED)}")
+        for given in ("engine", "strategy", "shard_group"):
+            if arguments.get(given) is not None:
+                raise PlanError(f"{given} cannot be given with a comparison, which chooses it; leave one out")
+        engine, strategy = COMPARED[name]
+        space = search_space({**arguments, "engine": engine, "strategy": [strategy]}, question.global_batch)
+        sweeps += space.sweeps
+    return SearchSpace(tuple(sweeps), ())
+
+
+# Their forecasts ------------------------------------------------------------------------------------------------------
+
+
 def explore_with(
     question: Question, whole: SearchSpace, forecasters: Forecasters, progress: Progress | None
 ) -> Exploration:
-    """Search `whole`, the configurations that the question spans, with existing processes. If the best forecast came
-    from a recording made from others and a dry run does not confirm it, search again with dry runs alone."""
-    exploration = _explored(question, whole, partial(forecasters.run, scale=True), progress)
-    scales = any(len(family.batches) > SCALED_FROM for family in whole.families)
-    if not scales or _is_confirmed(exploration, forecasters):
-        return exploration
-    return _explored(question, whole, partial(forecasters.run, scale=False), progress)
-
-
-def _explored(
-    question: Question, whole: SearchSpace, forecast_in: Callable[..., Any], progress: Progress | None
-) -> Exploration:
+    """Search `whole`, the configurations that the question spans, with existing processes."""
     done = itertools.count(1)
 
     def listed(task: Callable[[Evaluate], Iterator[Candidate]], evaluate: Evaluate) -> list[Candidate]:
@@ -115,11 +195,10 @@ def _explored(
         return found
 
     def run(tasks: list[Callable[[Evaluate], Iterator[Candidate]]]) -> list[list[Candidate]]:
-        found: list[list[Candidate]] = forecast_in([partial(listed, task) for task in tasks])
-        return found
+        return forecasters.run([partial(listed, task) for task in tasks])
 
     is_grid = question.effort is Effort.THOROUGH or whole.size < BOUNDED_FROM or question.objective is Objective.MEMORY
-    found = (_grid if is_grid else _bounded)(question, whole.families, run)
+    found = (_grid if is_grid else _bounded)(question, whole.sweeps, run)
     return replace(ranked(found, question.objective, question.budget_bytes), left_out=whole.left_out)
 
 
@@ -127,56 +206,44 @@ Run = Callable[[list[Callable[[Evaluate], Iterator[Candidate]]]], list[list[Cand
 """Runs tasks, each of which is called with a function that forecasts a job; returns the candidates that each finds."""
 
 
-def _grid(question: Question, families: tuple[Family, ...], run: Run) -> list[Candidate]:
-    """Forecast every configuration that a smaller batch does not rule out. The largest families are started first."""
+def _grid(question: Question, sweeps: tuple[Sweep, ...], run: Run) -> list[Candidate]:
+    """Forecast every configuration that a smaller batch does not rule out. The largest sweeps are started first."""
 
-    def task(family: Family, evaluate: Evaluate) -> Iterator[Candidate]:
-        return explore_family(family, evaluate, question.budget_bytes, question.objective)
+    def task(sweep: Sweep, evaluate: Evaluate) -> Iterator[Candidate]:
+        return explore_sweep(sweep, evaluate, question.budget_bytes, question.objective)
 
-    order = sorted(range(len(families)), key=lambda index: -families[index].size)
-    found = dict(zip(order, run([partial(task, families[index]) for index in order]), strict=True))
-    return [candidate for index in range(len(families)) for candidate in found[index]]
+    order = sorted(range(len(sweeps)), key=lambda index: -sweeps[index].size)
+    found = dict(zip(order, run([partial(task, sweeps[index]) for index in order]), strict=True))
+    return [candidate for index in range(len(sweeps)) for candidate in found[index]]
 
 
-def _bounded(question: Question, families: tuple[Family, ...], run: Run) -> list[Candidate]:
+def _bounded(question: Question, sweeps: tuple[Sweep, ...], run: Run) -> list[Candidate]:
     """Forecast only configurations that may be the best."""
     found: list[Candidate] = []
-    for alike in by_setting(families):
-        known = Knowledge(question.budget_bytes)
+    for alike in by_setting(sweeps):
+        bounds = Bounds(question.budget_bytes)
         for tasks in rounds(alike):
 
-            def start(task: Task, evaluate: Evaluate, known: Knowledge = known) -> Iterator[Candidate]:
-                return task.run(evaluate, known.copy(), question.objective)
+            def start(task: Task, evaluate: Evaluate, bounds: Bounds = bounds) -> Iterator[Candidate]:
+                return task.run(evaluate, bounds.copy(), question.objective)
 
             candidates = [candidate for each in run([partial(start, task) for task in tasks]) for candidate in each]
             for candidate in candidates:
                 if candidate.forecast is not None:
-                    known.learn(candidate.forecast)
+                    bounds.add(candidate.forecast)
             found += candidates
-    if any(candidate.verdict is Verdict.FITS for candidate in found):
+    if any(candidate.outcome is Outcome.FITS for candidate in found):
         return found
-    return _with_least(question, families, found, run)
+    return _with_least(question, sweeps, found, run)
 
 
-def _with_least(question: Question, families: tuple[Family, ...], found: list[Candidate], run: Run) -> list[Candidate]:
+def _with_least(question: Question, sweeps: tuple[Sweep, ...], found: list[Candidate], run: Run) -> list[Candidate]:
     """If nothing fits, forecast the job of each setting that needs least memory too, because users are shown it."""
 
     def task(job: Job, evaluate: Evaluate) -> Iterator[Candidate]:
         yield judge(evaluate(job), question.budget_bytes)
 
     implied = [candidate.job for candidate in found if candidate.forecast is None]
-    jobs = [job for job in map(least_job, by_setting(families)) if job in implied]
+    jobs = [job for job in map(least_job, by_setting(sweeps)) if job in implied]
     least = [candidate for each in run([partial(task, job) for job in jobs]) for candidate in each]
     return [*least, *(candidate for candidate in found if candidate.job not in jobs)]
-
-
-def _is_confirmed(exploration: Exploration, forecasters: Forecasters) -> bool:
-    """Whether a dry run of the best configuration gives the same forecast as in the search."""
-    best = exploration.best
-    if best is None:
-        return True
-    short = replace(best.job, accumulation=min(best.job.accumulation, STEADY))
-    alone = forecasters(short, scale=False)
-    if short != best.job:  # only the memory of a short accumulation is that of a longer one
-        return alone.memory == best.memory
-    return alone.to_dict() == best.to_dict()

@@ -20,7 +20,7 @@ _MODES = ("none", "selective-ops", "every-2", "full")
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class Sweep:
     """Jobs that differ only in their batches and in what they recompute."""
 
     base: Job
@@ -30,7 +30,7 @@ class Family:
     """(micro-batch, accumulation), the smallest micro-batch first."""
 
     def job(self, mode: str, micro_batch: int, accumulation: int) -> Job:
-        """Return one of the family's jobs."""
+        """Return one of the sweep's jobs."""
         return replace(self.base, activation_checkpointing=mode, micro_batch=micro_batch, accumulation=accumulation)
 
     @property
@@ -43,7 +43,7 @@ class Family:
 class SearchSpace:
     """The configurations of a search, and the invalid ones."""
 
-    families: tuple[Family, ...]
+    sweeps: tuple[Sweep, ...]
     """At least one."""
     left_out: tuple[tuple[Job, str], ...]
     """(job without the conflicting argument, reason) for each strategy that the other arguments rule out."""
@@ -51,7 +51,7 @@ class SearchSpace:
     @property
     def size(self) -> int:
         """The number of valid configurations."""
-        return sum(family.size for family in self.families)
+        return sum(sweep.size for sweep in self.sweeps)
 
 
 def search_space(arguments: Mapping[str, Any], global_batch: int | None = None) -> SearchSpace:
@@ -81,7 +81,7 @@ def search_space(arguments: Mapping[str, Any], global_batch: int | None = None) 
             except ConfigError as error:
                 left_out.append((job, str(error)))
             else:
-                found.append(Family(whole, modes, batches))
+                found.append(Sweep(whole, modes, batches))
     if not found:
         raise ConfigError(left_out[0][1])
     return SearchSpace(tuple(found), tuple(left_out))

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import PlanError
-from shardwise.plan.dry_run.cache import recorded
 from shardwise.plan.dry_run.job import Job, suited_to
 from shardwise.plan.dry_run.recording import GROUPED, Allocate, Kernel, Recording, StepEvent, StepPhase
 from shardwise.plan.hardware.devices import Hardware
 from shardwise.plan.hardware.node import node_of
 from shardwise.plan.hardware.spread import spread_of
-from shardwise.plan.models.source import ModelLike, resolve
+from shardwise.plan.models.source import ModelLike, ModelSource, resolve
 from shardwise.plan.offload.host_work import host_task
 from shardwise.plan.offload.memory import offloaded
 from shardwise.plan.simulate.allocator import ROUND_BYTES, Segments, peak_of, reserved_bytes
@@ -208,8 +207,7 @@ class Forecast:
 def forecast(model: ModelLike, **arguments: Any) -> Forecast:
     """Forecast the memory and speed of training a model, without a GPU.
 
-    The real engine runs dry for one rank, unless a recording is stored (`recorded`); memory and time are simulated from
-    that recording.
+    The real engine runs dry for one rank; memory and time are simulated from its recording.
 
     Args:
         model: a packaged shape's name, the path of a config.json or Hugging Face directory, a transformers
@@ -228,6 +226,14 @@ def forecast(model: ModelLike, **arguments: Any) -> Forecast:
     if (warning := source.beyond(job.seq_len)) is not None:
         warnings.warn(f"shardwise: {warning}", stacklevel=2)
     return forecast_of(recorded(source, job))
+
+
+def recorded(source: ModelSource, job: Job, rank: int = 0) -> Recording:
+    """Return the recording of a job. Args and raises: as `record`."""
+    from shardwise.plan.dry_run.step import record  # imports torch
+    from shardwise.plan.models.adapted import with_adapters
+
+    return record(with_adapters(source.builder(job.attention), job.lora, job.compute_dtype), job, rank)
 
 
 def _signature() -> inspect.Signature:

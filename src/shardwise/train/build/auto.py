@@ -12,8 +12,9 @@ from shardwise.plan.hardware.calibration import QUICK, calibrate
 from shardwise.plan.hardware.devices import Hardware
 from shardwise.plan.report.report import full_name
 from shardwise.plan.search.evaluator import Evaluator
-from shardwise.plan.search.exploration import Objective, explore_family, gib, needed_bytes, nothing_fits, ranked
+from shardwise.plan.search.exploration import Objective, gib, needed_bytes, nothing_fits, ranked
 from shardwise.plan.search.space import search_space
+from shardwise.plan.search.sweeps import explore_sweep
 from shardwise.train.build.job import arguments_of, hardware_here, source_of
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config
@@ -84,8 +85,8 @@ def _best(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) -> 
     """Return the forecast of the fastest strategy that fits. Raises PlanError if none fits."""
     evaluate = Evaluator(source_of(config, text))
     objective = Objective.TOKENS_PER_S
-    families = search_space(arguments_of(config, ranks, hardware)).families
-    candidates = [c for family in families for c in explore_family(family, evaluate, None, objective)]
+    sweeps = search_space(arguments_of(config, ranks, hardware)).sweeps
+    candidates = [c for sweep in sweeps for c in explore_sweep(sweep, evaluate, None, objective)]
     exploration = ranked(candidates, objective, None)
     if exploration.best is None:
         raise nothing_fits(exploration)

@@ -1,9 +1,8 @@
-"""A cache directory of small files that are stored from one plan to the next.
+"""Answers that are stored from one plan to the next, as small JSON files in one directory.
 
-The name of a file is a checksum of everything that its contents depend on, code included, so a stale file is never
-read. Files are written under a temporary name and renamed, so several processes may share a directory; a file that
-cannot be read counts as missing. The directory may contain other files: only those with our own suffix are counted, and
-removed to make room.
+A file's name is a checksum of everything that the answer depends on, code included, so a stale file is never read.
+Files are written under a temporary name and renamed, so processes may share a directory; a file that cannot be read
+counts as missing. Other files in the directory are left alone.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import json
 import os
 import sys
 import tempfile
-import time
-import zlib
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -24,16 +21,11 @@ from typing import Any
 VARIABLE = "SHARDWISE_PLAN_CACHE"
 """Environment variable of the cache. 0: no cache. A directory: the cache is there. Unset: in the user's cache
 directory."""
-LIMIT_BYTES = 256 * 2**20
-"""The most bytes in a directory. The least recently used files are removed first."""
-_ROOM_SHARE = 0.9
-"""Files are removed until this part of the limit is left."""
+MOST_FILES = 10_000
+"""The most files, of a few KB each. If there are more, the older half is removed."""
 _SUFFIX = ".shardwise"
-"""The suffix of our own files, which no others have."""
-_UNFINISHED_S = 3600
-"""Seconds after which a file that was not renamed never will be, because its writer was killed."""
-_OWN = Path(__file__).parents[2]
-"""The folder of this package."""
+_OWN = Path(__file__).parents[1]
+"""The folder of the package."""
 
 
 def cache_directory() -> Path | None:
@@ -68,14 +60,10 @@ def read(name: str) -> Any:
     directory = cache_directory()
     if directory is None:
         return None
-    path = directory / name
     try:
-        plain = json.loads(zlib.decompress(path.read_bytes()))
-    except (OSError, ValueError, zlib.error):
+        return json.loads((directory / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
-    with suppress(OSError):
-        os.utime(path)
-    return plain
 
 
 def write(name: str, plain: Any) -> None:
@@ -85,10 +73,10 @@ def write(name: str, plain: Any) -> None:
         return
     with suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
-        number, unfinished = tempfile.mkstemp(dir=directory, prefix=".", suffix=_SUFFIX)
+        number, unfinished = tempfile.mkstemp(dir=directory, suffix=_SUFFIX)
         try:
-            with os.fdopen(number, "wb") as file:
-                file.write(zlib.compress(json.dumps(plain).encode(), 1))
+            with os.fdopen(number, "w", encoding="utf-8") as file:
+                json.dump(plain, file)
             Path(unfinished).replace(directory / name)
         except OSError:
             Path(unfinished).unlink()
@@ -97,22 +85,10 @@ def write(name: str, plain: Any) -> None:
 
 
 def _make_room(directory: Path) -> None:
-    """Remove our own unfinished files that are old; and, over the limit, the least recently used ones."""
-    own = {path: path.stat() for path in directory.glob(f"*{_SUFFIX}") if path.is_file() and not path.is_symlink()}
-    known = []
-    for path, status in own.items():
-        if not path.name.startswith("."):
-            known.append((path, status))
-        elif status.st_mtime < time.time() - _UNFINISHED_S:
+    own = [path for path in directory.glob(f"*{_SUFFIX}") if path.is_file() and not path.is_symlink()]
+    if len(own) > MOST_FILES:
+        for path in sorted(own, key=lambda path: path.stat().st_mtime)[: len(own) // 2]:
             path.unlink(missing_ok=True)
-    left = sum(status.st_size for _, status in known)
-    if left <= LIMIT_BYTES:
-        return
-    for path, status in sorted(known, key=lambda entry: entry[1].st_mtime):
-        left -= status.st_size
-        path.unlink(missing_ok=True)
-        if left <= _ROOM_SHARE * LIMIT_BYTES:
-            return
 
 
 def _version(package: str) -> str:

@@ -1,1 +1,0 @@
-"""Answers stored between questions."""
