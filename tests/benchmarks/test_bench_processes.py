@@ -42,8 +42,10 @@ def test_how_long_a_plan_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (cold.passed, warm.passed) == (True, True)
     assert result["cold"]["wall_s"] == 20.0
     assert "wall 20.0 s, processor 4.0 s" in cold.detail
-    runs = iter([Ran("answer", 20.0, 4.0, 1, 1), Ran("answer", 1.6, 0.5, 1, 1)])
+    runs = iter([Ran("answer", 20.0, 4.0, 1, 1), Ran("answer", 2.6, 0.5, 1, 1)])
     assert [target.passed for target in planner_speed.measure("8b", "wall")[1]] == [False, False]
+    runs = iter(Ran("answer", seconds, 0.5, 1, 1) for seconds in (20.0, 2.6, 7.0, 1.0))
+    assert [target.passed for target in planner_speed.measure("8b", "wall", repeat=2)[1]] == [True, True]
     runs = iter([Ran("answer", 1.0, 1.0, 1, 1), Ran("another", 1.0, 1.0, 1, 1)])
     with pytest.raises(RuntimeError, match="the second answer is another one"):
         planner_speed.measure("8b", "cpu")

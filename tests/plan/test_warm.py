@@ -45,7 +45,7 @@ def _empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_warm_answer_imports_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "config.json", "--gpus", "4", "--seq-len", "64", "--micro-batch", "1,2"]
     asked += ["--activation-checkpointing", "none", "--strategy", "full_shard,no_shard", "--workers", "1"]
-    asked += ["--html", "page.html", "--config", "run.toml", "--smallest-cluster", "--largest-batch"]
+    asked += ["--config", "run.toml", "--smallest-cluster", "--largest-batch"]
     assert run([*asked[:-1], "--budget", "2"]) == 0
     cold = capsys.readouterr().out
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])

@@ -1,5 +1,6 @@
 """`shardwise plan`: which settings fit, and how fast they are."""
 
+import gc
 import inspect
 import itertools
 import json
@@ -56,6 +57,7 @@ def plan(**given: Any) -> int:
     from shardwise.plan import planner
 
     os.environ.update(_QUIET)
+    gc.set_threshold(100_000, 20, 20)  # or it runs a thousand times while torch is imported, and frees nothing
     _check_outputs(options)
     with Searching(question, wanted=not options.json) as progress:
         answer = planner.plan(question, progress)
