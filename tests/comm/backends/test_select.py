@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -35,6 +36,19 @@ def chosen(asked: str = "", broken_rank: int | None = None) -> str:
         del os.environ["SHARDWISE_COLLECTIVES"]
 
 
+def on_a_device(separate: str) -> tuple[bool, object]:
+    """Return what streams are made with, on an accelerator that is not there."""
+    os.environ["SHARDWISE_SEPARATE_REDUCTIONS"] = separate
+    try:
+        with mock.patch.object(select, "StreamCollectives") as made:
+            collectives_for(None, "xpu:0")
+    finally:
+        del os.environ["SHARDWISE_SEPARATE_REDUCTIONS"]
+    (_, device, is_separate), options = made.call_args
+    assert device == torch.device("xpu:0")
+    return is_separate, options["channel"].__name__
+
+
 def of_one() -> list[tuple[str, int, int]]:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     comm = collectives_for(groups[dist.get_rank()], "cpu")
@@ -65,6 +79,11 @@ def test_one_rank_that_cannot_share_decides_for_all(ranks: RankPools) -> None:
 @pytest.mark.parametrize("asked", ["gloo", "shm", "dry"])
 def test_environment_overrides(ranks: RankPools, asked: str) -> None:
     assert ranks(2).run(chosen, asked) == [asked, asked]
+
+
+def test_devices_get_streams_and_a_tree_for_messages_between_their_hosts(ranks: RankPools) -> None:
+    assert ranks(2).run(on_a_device, "0") == [(False, "channel_of")] * 2
+    assert ranks(2).run(on_a_device, "1") == [(True, "channel_of")] * 2
 
 
 def test_bad_choices(ranks: RankPools) -> None:
