@@ -67,7 +67,6 @@ _ATTACHED = {
         "engine.extensions.interrupts:attach",
         "engine.extensions.late_parameters:attach",
         "engine.extensions.manual_unshard:attach",
-        "engine.extensions.offloaded:attach_offload",
     ),
     "groups": ("engine.extensions.hybrid_groups:groups_of",),
     "reducer": ("engine.extensions.replicas:choose", "engine.extensions.full_gradients:choose"),

@@ -31,6 +31,7 @@ from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.stores import Stores
 from shardwise.policy.offload import Offload
+from shardwise.registry import register
 from shardwise.sharded.extensions.blocks import Coder
 from shardwise.sharded.extensions.few_bits import FewBitsParameter
 from shardwise.sharded.extensions.offloaded import OffloadedParameter
@@ -307,3 +308,6 @@ def attach_offload(engine: Engine) -> None:
 def _slices(unit: Unit) -> int:
     """Return how many of the unit's gradients are offloaded."""
     return sum(group.trainable and not group.gradients.is_resident for group in unit.groups)
+
+
+register("engine", f"{__name__}:{attach_offload.__name__}")  # engines without offload do not load this module
