@@ -5,7 +5,7 @@
 
 Both engines' steps are recorded from ours (the same kernels and bytes) and put on streams by the planner's simulation,
 with the parameters that it has for everybody (`plan/simulate`, `plan/hardware/data/host.toml`). FSDP2's order, copies
-and waits are those of its published code (`plan/simulate/other_engines/order.py`). Nothing here was measured on a GPU.
+and waits are those of its published code (`plan/simulate/other_engines/fsdp2.py`). Nothing here was measured on a GPU.
 
 - exposed: the device stands still because a collective is not over; late: because the host has not handed out what
   comes next; idle: in all.

@@ -103,14 +103,14 @@ def test_the_command_line_wins() -> None:
     assert (asked(foreign=file).accumulation, asked(foreign=file).shard_group) == ("4", "4")
     assert asked(foreign=file, global_batch=128).accumulation is None
     assert asked(foreign=file, strategy="full_shard").shard_group is None
-    assert asked(foreign=file, compare="ddp,deepspeed").strategy is None
+    assert asked(foreign=file, compare="ddp,fsdp2").strategy is None
 
 
 def test_offload_to_the_host_is_planned_with() -> None:
     Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}))
     options = Options(model="llama-3-8b", foreign=Path("ds.json"))
     assert with_settings(options).offload == "optimizer=cpu,gradients=cpu"
-    for change in ({"offload": "none"}, {"compare": "ddp,deepspeed"}, {"engine": "deepspeed"}):
+    for change in ({"offload": "none"}, {"compare": "ddp,fsdp2"}, {"engine": "fsdp2"}):
         assert with_settings(replace(options, **change)).offload == change.get("offload")  # type: ignore[arg-type]
 
 

@@ -128,7 +128,7 @@ def test_a_precision_that_the_gpu_lacks_is_refused(capsys: Printed) -> None:
             "offload='params=cpu,optimizer=cpu' is",
         ),
         (["config.json", "--precision", "fp8"], "precision.param = 'fp8': must be one of the dtypes"),
-        (["config.json", "--float8", "compute"], "float8='compute': engine 'shardwise' does not compute in 8 bits yet"),
+        (["config.json", "--compare", "ddp,zero"], "cannot compare 'zero': must be one of ddp, fsdp2, shardwise"),
         (["config.json", "--base", "nf4"], "--base nf4 needs a frozen base: add --lora 16, or leave --base out"),
         (
             ["config.json", "--lora", "8", "--base", "nf"],

@@ -16,7 +16,7 @@ ARGUMENTS: dict[str, Any] = {"gpus_per_node": 2, "seq_len": 64, "micro_batch": [
 def test_one_row_for_each_engine() -> None:
     arguments = {**ARGUMENTS, "activation_checkpointing": "none"}
     answer = planner.plan(Question(LLAMA, arguments, compare=tuple(COMPARED)))
-    names = ["ddp", "fsdp1 full_shard", "fsdp2 full_shard", "deepspeed full_shard", "full_shard"]
+    names = ["ddp", "fsdp2 full_shard", "full_shard"]
     assert sorted(bar.label.split(",")[0] for bar in answer.report.bars) == sorted(names)
     assert len(answer.report.rows) == len(names)
     assert answer.report.rows[0].forecast == answer.best
@@ -35,8 +35,9 @@ def test_one_row_for_each_engine() -> None:
     ("compare", "more", "line"),
     [
         (("fsdp3",), {}, "cannot compare 'fsdp3': must be one of ddp, .*did you mean fsdp"),
+        (("deepspeed",), {}, "cannot compare 'deepspeed': must be one of ddp, .*; models of fsdp1 .* benchmarks/plans"),
         (("ddp",), {"strategy": "full_shard"}, "strategy cannot be given with a comparison, which chooses it"),
-        (("ddp",), {"engine": "fsdp1"}, "engine cannot be given with a comparison, which chooses it"),
+        (("ddp",), {"engine": "fsdp2"}, "engine cannot be given with a comparison, which chooses it"),
     ],
 )
 def test_mistakes(compare: tuple[str, ...], more: dict[str, Any], line: str) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import shardwise
 from benchmarks.plans.published import encoder, llama, mpt
+from benchmarks.plans.published.other_engines import autocast
+from benchmarks.plans.published.other_engines.float8 import GATHERS, gathered_in_float8
+from benchmarks.plans.published.other_engines.job import PublishedJob
 from benchmarks.plans.published.rows import Row
-from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import Allocate, Facts, Free, Gradient, Recording, StepEvent, StepPhase, Wait
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.simulate.forecast import forecast_of
@@ -68,7 +70,7 @@ class Steps:
 def steps_of(row: Row, folder: Path) -> Steps:
     """From a recording in the cache, or made now and put there."""
     recording = _recorded(row, min(2, row.job.accumulation), folder)
-    forecast = forecast_of(recording)
+    forecast = forecast_of(gathered_in_float8(recording) if row.job.float8 == GATHERS else recording)
     outside = forecast.context_bytes + forecast.nccl_bytes
     memory = Memory(forecast.peak_memory_bytes, forecast.reserved_memory_bytes, outside, forecast.usable_bytes)
     events = _timed(recording.events)
@@ -105,7 +107,7 @@ def _timed(events: tuple[StepEvent, ...]) -> tuple[StepEvent, ...]:
     return tuple(event for event in events if not isinstance(event, _UNTIMED))
 
 
-def _key(build: Any, job: Job) -> str:
+def _key(build: Any, job: PublishedJob) -> str:
     digest = hashlib.sha256(_code())
     digest.update(repr(build).encode() if not hasattr(build, "func") else _partial(build).encode())
     # What is left at its default says nothing, so a field that is new does not make old recordings useless.
@@ -126,5 +128,6 @@ def _partial(build: Any) -> str:
 def _code() -> bytes:
     root = Path(shardwise.__file__).parent
     files = [path for package in _PACKAGES for path in sorted((root / package).rglob("*.py"))]
-    texts = [path.read_bytes() for path in files] + [inspect.getsource(m).encode() for m in (encoder, llama, mpt)]
+    texts = [path.read_bytes() for path in files]
+    texts += [inspect.getsource(module).encode() for module in (autocast, encoder, llama, mpt)]
     return hashlib.sha256(b"".join(texts)).digest()

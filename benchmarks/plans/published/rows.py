@@ -17,8 +17,8 @@ from benchmarks.plans.published.llama import Block as LlamaBlock
 from benchmarks.plans.published.llama import Llama, LlamaLoss, LlamaShape, NeoX, NeoXBlock, NeoXLoss
 from benchmarks.plans.published.mpt import MPT, MPTShape
 from benchmarks.plans.published.mpt import Block as MPTBlock
+from benchmarks.plans.published.other_engines.job import PublishedJob
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.plan.dry_run.job import Job
 from shardwise.policy.precision import Precision
 
 DATA = HERE / "data" / "published.jsonl"
@@ -86,7 +86,7 @@ class Row:
 
     published: dict[str, Any]
     build: Callable[[], nn.Module]
-    job: Job
+    job: PublishedJob
     attention: str = "flash2"
     """The generation of the fused attention kernel that the source's software had."""
     reasons: tuple[str, ...] = field(default=())
@@ -157,7 +157,7 @@ def row_of(published: dict[str, Any]) -> Row:
 
 def _row_of(published: dict[str, Any]) -> Row:
     build, block = _builder(published)
-    job = Job.of(
+    job = PublishedJob.of(
         **_cluster(published),
         strategy=_strategy(published),
         shard_group=_shard_group(published),

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from benchmarks.plans.published.bundles import Bundle, BundleRoofline
+from benchmarks.plans.published.other_engines.float8 import in_float8
 from benchmarks.plans.published.recordings import Steps
 from benchmarks.plans.published.rows import Row
 from shardwise.plan.dry_run.recording import StepEvent
 from shardwise.plan.hardware.devices import find_device, find_interconnect
 from shardwise.plan.simulate.network import Cluster
-from shardwise.plan.simulate.other_engines.float8 import in_float8
-from shardwise.plan.simulate.other_engines.order import ordered_as
+from shardwise.plan.simulate.other_engines.model import ordered_as
 from shardwise.plan.simulate.roofline import DEFAULT, Efficiency, Roofline
 from shardwise.plan.simulate.simulation import simulate
 

@@ -80,9 +80,7 @@ class Options(_RunOptions, _ClusterOptions):  # type: ignore[misc, valid-type]  
     ] = "torch"
     base: Annotated[Text, _option("Format of --lora's frozen base: nf4 or int8. [the compute dtype]")] = None
     global_batch: Annotated[Count, _option("Number of sequences per step; the accumulation follows from it.")] = None
-    compare: Annotated[
-        Text, _option("Compare engines: some of ddp, fsdp1, fsdp2, deepspeed, shardwise, separated by commas.")
-    ] = None
+    compare: Annotated[Text, _option("Compare engines: some of ddp, fsdp2, shardwise, separated by commas.")] = None
     budget: Annotated[Text, _option("Memory of a device that may be used, such as 70GiB. [all]")] = None
     objective: Annotated[str, _option("What is best: tokens_per_s, memory or micro_batch. [tokens_per_s]")] = (
         "tokens_per_s"
@@ -124,7 +122,7 @@ class Options(_RunOptions, _ClusterOptions):  # type: ignore[misc, valid-type]  
         """Return the arguments of the job to plan: a value, values to search over, or None to leave it to the
         search."""
         run = {name: one.values(getattr(self, name)) for name, one in RUN.items()}
-        precisions = run["precision"] or [Precision.of("fp32" if self.autocast else "bf16")]
+        precisions = run["precision"] or [Precision.of("bf16")]
         return {
             **run,
             "precision": [replace(precision, frozen=self.base) for precision in precisions],

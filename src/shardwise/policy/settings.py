@@ -20,6 +20,7 @@ from shardwise.policy.precision import Precision
 from shardwise.policy.recomputation import Recomputation
 from shardwise.policy.strategy import LEAST_SLOTS, OTHER_NAMES, Strategy
 from shardwise.policy.words import numbers_of, reshardings_of, units_of, words_of
+from shardwise.registry import registered
 
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-bf16", "adamw-8bit", "adam", "sgd", "momentum", "muon")
 """Optimizers with fused kernels, except "adamw-foreach": torch's default on GPUs, which needs a temporary of every
@@ -29,12 +30,12 @@ ATTENTIONS = ("sdpa", "eager")
 """Fused, as the device's kernel saves it; materialised."""
 LOSSES = ("model", "fused", "chunked")
 """The model's own loss; log-softmax and its gradient in the logits' dtype, fused; logits of some tokens at a time."""
-ENGINES = ("shardwise", "fsdp1", "fsdp2", "deepspeed")
-"""Engines whose buffers and prefetching can be forecast."""
-AUTOCASTS = ("bf16", "fp16")
-"""Dtypes in which autocast computes."""
-FLOAT8 = ("compute", "gathers")
-"""Products in 8 bits, with dynamic scaling. "gathers": parameters of blocks are gathered in 8 bits as well (FSDP2)."""
+ENGINES = ("shardwise", "fsdp2")
+"""Engines whose buffers and prefetching can be forecast; others attach at the seam `ENGINE_MODELS`."""
+ENGINE_MODELS = "models of other engines"
+"""The seam at which models of engines attach: a `plan.simulate.other_engines.model.EngineModel` each."""
+OTHER_ENGINES = ("fsdp1", "deepspeed")
+OTHER_ENGINES_WORDS = "models of fsdp1 and deepspeed score the planner in benchmarks/plans of the source tree"
 SEQ_LEN = 2048
 """The default number of tokens of a sequence."""
 AUTO = "auto"
@@ -262,6 +263,17 @@ class ShardArguments(ShardSettings):
     )
 
 
+def _checked_engine(value: Any) -> str:
+    """Return the name of an engine. Raises ConfigError for one of which there is no model."""
+    if value in ENGINES:
+        return str(value)
+    known = dict.fromkeys((*ENGINES, *(model.name for model in registered(ENGINE_MODELS))))
+    if value in OTHER_ENGINES and value not in known:
+        raise ConfigError(f"engine={value!r}: must be one of {', '.join(known)}; {OTHER_ENGINES_WORDS}")
+    check_choice("engine", value, tuple(known))
+    return str(value)
+
+
 @dataclass(frozen=True)
 class RunSettings(ShardSettings):
     """The settings of a run that a plan takes, without its machines."""
@@ -274,16 +286,6 @@ class RunSettings(ShardSettings):
         key="parallel.shard_group",
         least=1,
         usual="searched",
-    )
-    autocast: str | None = setting(
-        None,
-        "For other engines: torch's autocast over fp32 parameters, bf16 or fp16. Parameters are gathered as precision "
-        "says, and cast where they are used.",
-        unset="none",
-        choices=AUTOCASTS,
-    )
-    float8: str | None = setting(
-        None, "For other engines: linear layers in 8 bits, compute or gathers.", unset="none", choices=FLOAT8
     )
     seq_len: int = setting(SEQ_LEN, "Tokens per sequence.", key="data.seq_len", least=1)
     micro_batch: int = setting(
@@ -306,7 +308,7 @@ class RunSettings(ShardSettings):
     optimizer: str = setting("adamw", f"{', '.join(OPTIMIZERS)}.", key="train.optimizer", choices=OPTIMIZERS)
     attention: str = setting("sdpa", "sdpa (fused, as the device's kernel saves it) or eager.", choices=ATTENTIONS)
     loss: str = setting("model", "model (its own), fused or chunked.", choices=LOSSES)
-    engine: str = setting("shardwise", f"{', '.join(ENGINES)}.", choices=ENGINES)
+    engine: str = setting("shardwise", f"{' or '.join(ENGINES)}.", check=_checked_engine)
     lora: Adapters | None = setting(
         None,
         "Rank of PEFT's adapters, in fp32, beside a frozen base, or r=16 and some of targets=q_proj+v_proj, "

@@ -89,19 +89,19 @@ def measured(name: str, job: Job) -> Live:
     torch.manual_seed(0)
     model = build(name)
     feed = TrainingForward(model, job)
-    if job.autocast is None:
+    if job.engine == "shardwise":
         sw.shard(model, job.strategy, precision=job.precision)
     checkpoint_units(model, job.activation_checkpointing)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16, enabled=job.autocast is not None):
+        with torch.autocast("cpu", torch.bfloat16, enabled=job.engine != "shardwise"):
             loss = feed.loss(model, feed.inputs())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     with traced() as forward:
         inputs = feed.inputs()
-        with torch.autocast("cpu", torch.bfloat16, enabled=job.autocast is not None):
+        with torch.autocast("cpu", torch.bfloat16, enabled=job.engine != "shardwise"):
             loss = feed.loss(model, inputs)
     with traced() as backward:
         loss.backward()
@@ -135,8 +135,8 @@ def planned(name: str, job: Job) -> Live:
     return Live(after_forward, peak)
 
 
-def check(ranks: RankPools, name: str, mode: str, **more: Any) -> None:
-    job = Job(gpu="cpu", gpus_per_node=1, seq_len=128, micro_batch=4, activation_checkpointing=mode, **more)
+def check(ranks: RankPools, name: str, mode: str, kind: type[Job] = Job, **more: Any) -> None:
+    job = kind(gpu="cpu", gpus_per_node=1, seq_len=128, micro_batch=4, activation_checkpointing=mode, **more)
     real = ranks(1).run(measured, name, job)[0]
     dry = planned(name, job)
     print(f"{name} {mode}: {dry} against {real}")
@@ -153,9 +153,3 @@ def test_activations(ranks: RankPools, name: str) -> None:
 @pytest.mark.parametrize("mode", ["full", "selective-ops", "every-2"])
 def test_activations_that_are_recomputed(ranks: RankPools, mode: str) -> None:
     check(ranks, "llama", mode)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_activations_under_autocast(ranks: RankPools, name: str) -> None:
-    """Of the plain model, alone with DistributedDataParallel's memory: casts of weights are kept until backward."""
-    check(ranks, name, "none", autocast="bf16", engine="fsdp1", strategy="no_shard")

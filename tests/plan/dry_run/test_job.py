@@ -60,7 +60,7 @@ def test_groups(strategy: Any, shard_group: int | None, shards: int, replicas: i
         ({"optimizer": "adamv"}, "optimizer='adamv': must be one of adamw, adamw-foreach.*; did you mean adam"),
         ({"attention": "flash"}, "one of sdpa, eager"),
         ({"loss": "chunk"}, "did you mean chunked"),
-        ({"engine": "fsdp"}, "one of shardwise, fsdp1, fsdp2, deepspeed"),
+        ({"engine": "fsdp"}, "engine='fsdp': must be one of shardwise, fsdp2.*; did you mean fsdp"),
         ({"compile": "yes"}, "compile='yes': must be True or False"),
         ({"lora": -1}, "lora=-1: must be a whole number of at least 0"),
         ({"separate_reductions": 1}, "separate_reductions=1: must be True or False"),
@@ -136,3 +136,10 @@ def test_the_signature_names_every_argument() -> None:
     parameters = inspect.signature(forecast).parameters
     assert list(parameters) == ["model", *(choice.name for choice in fields(Job))]
     assert (parameters["seq_len"].default, parameters["gpu"].default) == (2048, "h100-sxm-80gb")
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "deepspeed"])
+def test_models_that_are_not_attached_are_told(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.policy.settings.registered", lambda seam: [])
+    with pytest.raises(ConfigError, match=f"engine='{engine}': must be one of shardwise, fsdp2; models of fsdp1 .*"):
+        Job(engine=engine)

@@ -22,7 +22,8 @@ from shardwise.plan.dry_run.recording import (
 from shardwise.plan.hardware.devices import Figure, Hardware, find_device, find_interconnect
 from shardwise.plan.hardware.host import usual_host
 from shardwise.plan.simulate.network import Cluster
-from shardwise.plan.simulate.other_engines.order import HostWait, ordered_as
+from shardwise.plan.simulate.other_engines.model import ordered_as
+from shardwise.plan.simulate.other_engines.order import HostWait
 from shardwise.plan.simulate.roofline import KERNEL_S, Efficiency, Roofline
 from shardwise.plan.simulate.simulation import simulate
 from shardwise.plan.simulate.timeline import Timeline
@@ -243,18 +244,6 @@ def test_a_unit_is_reduced_over_replicas_when_it_is_scattered_and_not_before_ker
         assert [milliseconds(span.start_s) for span in spans] == pytest.approx([start], abs=HAIR)
 
 
-def test_fsdp1_and_deepspeed_wait_for_reductions_once_at_the_end_of_backward() -> None:
-    backward = [compute(10, phase=StepPhase.BACKWARD), reduce(0, 30), compute(10, phase=StepPhase.BACKWARD)]
-    events = [*backward, Wait(0), compute(50, phase=StepPhase.BACKWARD), compute(5, phase=StepPhase.OPTIMIZER)]
-    ours, theirs = (run(*ordered_as(engine, events)) for engine in ("shardwise", "fsdp1"))
-    assert milliseconds(ours.step_time_s) == pytest.approx(10 + 30 + 50 + 5, abs=HAIR)
-    assert milliseconds(ours.exposed_comm_s) == pytest.approx(20, abs=HAIR)
-    assert milliseconds(theirs.step_time_s) == pytest.approx(10 + 10 + 50 + 5, abs=HAIR)
-    assert theirs.exposed_comm_s == 0.0
-    late = [*backward, Wait(0), compute(5, phase=StepPhase.OPTIMIZER)]  # the optimizer needs it
-    assert milliseconds(run(*ordered_as("deepspeed", late)).exposed_comm_s) == pytest.approx(20, abs=HAIR)
-
-
 def backward(milliseconds: float, name: str = "k") -> Kernel:
     return replace(compute(milliseconds, phase=StepPhase.BACKWARD), name=name)
 
@@ -275,11 +264,11 @@ def test_fsdp_hands_a_gather_out_when_a_unit_is_called() -> None:
     cast = replace(compute(0), stream="shard slices")
     slow = [compute(0) for _ in range(1000)]  # the host needs 6 ms for them, the device 2.5
     events = [cast, gather(0, 1, "a"), Wait(0), cast, gather(1, 5, "b"), *slow, release("a"), Wait(1), compute(1)]
-    ours, theirs = (run(*ordered_as(engine, events)) for engine in ("shardwise", "fsdp1"))
+    ours, theirs = (run(*ordered_as(engine, events)) for engine in ("shardwise", "fsdp2"))
     assert spans_of(ours, "all_gather")[1] == pytest.approx((1, 6), abs=HAIR)
     assert spans_of(theirs, "all_gather")[1] == pytest.approx((6, 11), abs=HAIR)
     backwards = [replace(e, phase=StepPhase.BACKWARD) if isinstance(e, Kernel | Collective) else e for e in events]
-    later = run(*ordered_as("fsdp1", [compute(0), *backwards]))  # which it predicts as we do
+    later = run(*ordered_as("fsdp2", [compute(0), *backwards]))  # which it predicts as we do
     assert spans_of(later, "all_gather")[1] == pytest.approx((1, 6), abs=HAIR)
 
 
@@ -300,21 +289,12 @@ def test_fsdp2s_gathers_wait_for_copies() -> None:
     assert gathers[3][0] == pytest.approx(copies[1][1] + 2, abs=HAIR)
 
 
-def test_fsdp1s_host_waits_for_the_release_before_the_last() -> None:
-    events = [
-        event for n in range(4) for event in (gather(n, 1, f"u{n}"), Wait(n), compute(20, f"u{n}"), release(f"u{n}"))
-    ]
-    assert run(*ordered_as("fsdp1", events)).host_s >= 41e-3, "of the second unit"
-    assert run(*ordered_as("fsdp2", events)).host_s < 1e-3
-
-
-@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2", "deepspeed"])
-def test_peers_hosts_exchange_nothing(engine: str) -> None:
+def test_fsdp2s_hosts_exchange_nothing() -> None:
     fence = Fence("settled", "shard", StepPhase.FORWARD)
-    assert list(ordered_as(engine, [compute(1), Exchange("shard", 8, StepPhase.FORWARD), fence])) == [compute(1)]
+    assert list(ordered_as("fsdp2", [compute(1), Exchange("shard", 8, StepPhase.FORWARD), fence])) == [compute(1)]
 
 
-@pytest.mark.parametrize(("engine", "copied"), [("shardwise", 0), ("fsdp1", 0), ("fsdp2", 30), ("deepspeed", 20)])
+@pytest.mark.parametrize(("engine", "copied"), [("shardwise", 0), ("fsdp2", 30)])
 def test_what_peers_gather_is_copied_to_where_it_is_read(engine: str, copied: int) -> None:
     """10 GB come in 5 ms; to read and to write them takes 20. FSDP2 copies this rank's half of them as well."""
     events = [gather(0, 5, "u"), Wait(0), compute(1), Wait(0)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.hardware.machines import Machines
@@ -15,6 +16,9 @@ from shardwise.policy.recomputation import Recomputation
 from shardwise.policy.settings import RUN, SEQ_LEN, RunSettings
 from shardwise.policy.strategy import Strategy
 from shardwise.suggest import did_you_mean, divisors
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
 
 _AS_STORED = Precision()
 
@@ -29,10 +33,6 @@ class Job(RunSettings, Machines):
     """As for `sw.shard`; None is the default."""
     offload: Places | None = None  # type: ignore[assignment]  # a plan needs no path
     """A `sw.Offload`, a mapping, or a string such as "params=cpu,optimizer=nvme". None: everything is on the device."""
-    keeps_gathered_weights: bool = False
-    """For DeepSpeed's ZeRO-3: whether linear layers keep gathered weights from forward to backward, unless they
-    recompute. They did until the summer of 2026 if the model was built outside `deepspeed.zero.Init`, and still do with
-    `memory_efficient_linear=false`."""
     separate_reductions: bool = False
     """Whether reductions have a communicator of their own (`SHARDWISE_SEPARATE_REDUCTIONS=1`): then they and gathers do
     not queue behind one another, but share the links."""
@@ -90,12 +90,11 @@ class Job(RunSettings, Machines):
     @property
     def compute_dtype(self) -> str:
         """Short name of the dtype in which modules compute; "fp32" if parameters keep their stored dtype."""
-        return self.autocast or short_dtype_name(self.precision.param or self.precision.master) or "fp32"
+        return short_dtype_name(self.precision.param or self.precision.master) or "fp32"
 
-    @property
-    def keeps_casts(self) -> bool:
-        """Whether autocast caches casts of parameters for a whole forward. It does so for leaves; FSDP1's are views."""
-        return self.autocast is not None and (self.engine != "fsdp1" or not self.strategy.sharded)
+    def around_forward(self, engine: Engine) -> AbstractContextManager[None]:
+        """Return the context of a forward in a dry run: none. Jobs of other engines may have one, such as autocast."""
+        return nullcontext()
 
     @property
     def shard_ranks(self) -> int:
@@ -143,16 +142,9 @@ class Job(RunSettings, Machines):
                 f"optimizer='muon' is forecast only for shardwise, where each matrix has an owner, not {self.engine}"
             )
         self._check_offload()
-        if self.autocast is not None and self.engine == "shardwise":
-            way = f"precision=sw.Precision(param={self.autocast!r})"
-            raise ConfigError(f"autocast={self.autocast!r}: engine 'shardwise' has no autocast; use {way}")
-        if self.autocast is not None and self.compile:
-            raise ConfigError(f"autocast={self.autocast!r} with compile=True cannot be forecast: leave one of them out")
-        self._check_float8()
         self._check_steps()
-        for name in ("keeps_gathered_weights", "separate_reductions"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
+        if not isinstance(self.separate_reductions, bool):
+            raise ConfigError(f"separate_reductions={self.separate_reductions!r}: must be True or False")
 
     def _check_offload(self) -> None:
         if self.offload is None:
@@ -181,23 +173,6 @@ class Job(RunSettings, Machines):
             raise ConfigError(
                 f"optimizer_in_backward=True with accumulation={self.accumulation}: each backward takes a step, "
                 "so gradients of several micro-batches cannot be added; leave one out"
-            )
-
-    def _check_float8(self) -> None:
-        if self.float8 is None:
-            return
-        if self.engine == "shardwise":
-            raise ConfigError(
-                f"float8={self.float8!r}: engine 'shardwise' does not compute in 8 bits yet; leave it out"
-            )
-        if self.float8 == "gathers" and self.engine != "fsdp2":
-            raise ConfigError(
-                f"float8='gathers': engine {self.engine!r} cannot gather in 8 bits; use float8='compute', or "
-                "engine='fsdp2'"
-            )
-        if "fp8" not in self.hardware.peak_flops:
-            raise ConfigError(
-                f"float8={self.float8!r}: {self.hardware.title} has no 8-bit matrix products; leave it out"
             )
 
     def _check_shard_group(self) -> None:

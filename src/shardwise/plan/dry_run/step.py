@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import (
 )
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.extensions.autocast import allow_autocast
 from shardwise.engine.extensions.backward_steps import backward_steps
 from shardwise.engine.extensions.secondary_shards import secondary_pieces
 from shardwise.engine.lookup import require_engine
@@ -37,7 +36,6 @@ from shardwise.optim.adamw_bf16 import AdamWBF16
 from shardwise.optim.adamw_pieces import AdamWInPieces
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.whole_matrix import whole_matrix
-from shardwise.plan.dry_run.autocast import autocast
 from shardwise.plan.dry_run.fake_tensors import FakeTensors
 from shardwise.plan.dry_run.forward import TrainingForward
 from shardwise.plan.dry_run.gpu_kernels import device_kernels, full_sequences, package_kernels
@@ -125,8 +123,6 @@ class _DryRun:
         }
         self.model = shard(model, **arguments)
         self.engine = require_engine(model)
-        if job.autocast is not None:
-            allow_autocast(self.engine)
         checkpoint_units(model, job.activation_checkpointing, None if job.on_cpu else TracedCopies(recorder))
         self.optimizer = _optimizer(model, job.optimizer)
         if isinstance(self.optimizer, AdamWInPieces):
@@ -145,7 +141,7 @@ class _DryRun:
     def micro_batch(self) -> None:
         self.recorder.stage = StepPhase.FORWARD
         inputs = self.feed.inputs()
-        with autocast(self.job):
+        with self.job.around_forward(self.engine):
             loss = self.feed.loss(self.model, inputs)
         if self.job.accumulation > 1:
             loss = loss / self.job.accumulation

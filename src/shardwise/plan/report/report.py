@@ -180,8 +180,8 @@ def amount(money: float) -> str:
 def strategy_name(job: Job) -> str:
     """Return a job's strategy, with its shard group if it has one, and with the engine's name if it is another
     engine."""
-    if job.engine in {"fsdp1", "fsdp2"} and job.strategy is Strategy.NO_SHARD:
-        return "ddp"  # both leave unsharded training to DDP
+    if job.engine == "fsdp2" and job.strategy is Strategy.NO_SHARD:
+        return "ddp"  # to which FSDP2 leaves unsharded training
     engine = "" if job.engine == "shardwise" else f"{job.engine} "
     return engine + job.strategy.value + (f"/{job.shard_group}" if job.shard_group is not None else "")
 

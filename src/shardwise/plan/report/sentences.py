@@ -64,10 +64,6 @@ def setting(job: Job) -> str:
         job.optimizer,
         f"{job.attention} attention",
     ]
-    words += [f"autocast to {job.autocast}"] if job.autocast else []
-    words += (
-        [{"compute": "float8 products", "gathers": "float8 products and gathers"}[job.float8]] if job.float8 else []
-    )
     words += ["compiled"] if job.compile else []
     words += [f"offload {job.offload.words}"] if job.offload is not None else []
     words += ["optimizer steps in backward"] if job.optimizer_in_backward else []

@@ -28,6 +28,7 @@ from shardwise.plan.search.processes import Forecasters
 from shardwise.plan.search.space import SearchSpace, Sweep, search_space
 from shardwise.plan.search.sweeps import Task, by_setting, explore_sweep, leanest, least_job, rounds
 from shardwise.plan.simulate.forecast import Forecast
+from shardwise.policy.settings import OTHER_ENGINES, OTHER_ENGINES_WORDS
 from shardwise.policy.strategy import Strategy
 from shardwise.suggest import did_you_mean
 
@@ -37,9 +38,7 @@ BOUNDED_FROM = 12
 """The number of configurations from which on bounds save forecasts."""
 COMPARED = {
     "ddp": ("fsdp2", Strategy.NO_SHARD),
-    "fsdp1": ("fsdp1", Strategy.FULL_SHARD),
     "fsdp2": ("fsdp2", Strategy.FULL_SHARD),
-    "deepspeed": ("deepspeed", Strategy.FULL_SHARD),
     "shardwise": ("shardwise", Strategy.FULL_SHARD),
 }
 """(engine, strategy) by the name under which a plan can compare them."""
@@ -166,8 +165,8 @@ def _side_by_side(question: Question, arguments: Mapping[str, Any]) -> SearchSpa
     sweeps: list[Sweep] = []
     for name in question.compare:
         if name not in COMPARED:
-            known = ", ".join(COMPARED)
-            raise PlanError(f"cannot compare {name!r}: must be one of {known}{did_you_mean(name, COMPARED)}")
+            elsewhere = f"; {OTHER_ENGINES_WORDS}" if name in OTHER_ENGINES else did_you_mean(name, COMPARED)
+            raise PlanError(f"cannot compare {name!r}: must be one of {', '.join(COMPARED)}{elsewhere}")
         for given in ("engine", "strategy", "shard_group"):
             if arguments.get(given) is not None:
                 raise PlanError(f"{given} cannot be given with a comparison, which chooses it; leave one out")

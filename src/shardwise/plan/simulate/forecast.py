@@ -22,9 +22,7 @@ from shardwise.plan.offload.memory import offloaded
 from shardwise.plan.simulate.allocator import ROUND_BYTES, Segments, peak_of, reserved_bytes
 from shardwise.plan.simulate.mfu import Dimensions, mfu
 from shardwise.plan.simulate.network import Cluster
-from shardwise.plan.simulate.other_engines.float8 import in_float8
-from shardwise.plan.simulate.other_engines.memory import engine_allocations
-from shardwise.plan.simulate.other_engines.order import ordered_as
+from shardwise.plan.simulate.other_engines.model import engine_allocations, ordered_as
 from shardwise.plan.simulate.roofline import DEFAULT, Roofline
 from shardwise.plan.simulate.simulation import simulate
 from shardwise.plan.simulate.timeline import Timeline
@@ -325,7 +323,7 @@ def _timeline(recording: Recording) -> Timeline:
     job = recording.job
     hardware = job.hardware
     cluster = Cluster(hardware, job.node_interconnect, job.gpus_per_node, job.nodes, DEFAULT.links)
-    events = ordered_as(job.engine, in_float8(recording.events, job.float8))
+    events = ordered_as(job.engine, recording.events)
     roofline = Roofline(hardware, DEFAULT, job.compile)
     work = host_task(job, recording.facts, offloaded(recording, recording.events))
     return simulate(events, roofline, cluster, job.slots, job.separate_reductions, work)

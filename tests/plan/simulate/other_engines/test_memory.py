@@ -1,4 +1,4 @@
-"""Other engines' buffers in a recorded step: what of a block's parameters and gradients lives at which moment."""
+"""FSDP2's and DDP's buffers in a recorded step: what of a block's parameters and gradients lives at which moment."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.errors import ConfigError
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import Allocate, Free, Gradient, Kernel, Recording, StepPhase
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.models.source import resolve
 from shardwise.plan.simulate.forecast import forecast_of
-from shardwise.plan.simulate.other_engines.memory import EngineAllocations, engine_allocations
+from shardwise.plan.simulate.other_engines.model import engine_allocations
+from shardwise.plan.simulate.other_engines.replay import EngineAllocations
 from shardwise.policy.settings import ENGINES
 
 LLAMA = {
@@ -30,11 +30,13 @@ RANKS = 8
 
 
 @cache
-def recorded(engine: str, model: tuple[tuple[str, Any], ...] | None = None, **more: Any) -> Recording:
+def recorded(
+    engine: str, model: tuple[tuple[str, Any], ...] | None = None, kind: type[Job] = Job, **more: Any
+) -> Recording:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     usual = {"precision": sw.Precision(param="bf16", reduce="fp32"), "seq_len": 64}
-    job = Job(engine=engine, units=frozenset({LlamaDecoderLayer}), **{**usual, **more})
+    job = kind(engine=engine, units=frozenset({LlamaDecoderLayer}), **{**usual, **more})
     return record(resolve(LLAMA if model is None else dict(model)).builder(), job)
 
 
@@ -108,20 +110,22 @@ def test_fsdp2() -> None:
 
 
 def test_what_is_asked_for_on_other_streams() -> None:
-    """FSDP1's gathers, casts and reduced gradients; FSDP2's buffers of gathers and reduced gradients."""
-    expected = {"fsdp1": {"gathered_slots": 1, "grad_shards": 2}, "fsdp2": {"grad_shards": 2}, "deepspeed": {}}
-    for engine, streams in expected.items():
-        replayed = engine_allocations(recorded(engine))
-        found: dict[str, set[int]] = {}
-        for event in replayed.events:
-            if isinstance(event, Allocate):
-                found.setdefault(event.kind, set()).add(replayed.streams.get(event.block, 0))
-        for kind, stream in streams.items():
-            assert found[kind] == {stream}, (engine, kind)
-        assert found["activations"] == {0}
+    """FSDP2's buffers of gathers and reduced gradients."""
+    check_streams("fsdp2", {"grad_shards": 2})
     assert kinds_on("fsdp2", lambda replayed, block: replayed.streams.get(block) == 1) == {"gathered_slots"}
-    assert kinds_on("fsdp1", lambda replayed, block: block in replayed.late) == {"gathered_slots", "reduce_slots"}
     assert not engine_allocations(recorded("fsdp2")).late
+
+
+def check_streams(engine: str, streams: dict[str, int]) -> None:
+    """Blocks of each kind are asked for on one stream; those of activations on the compute stream."""
+    replayed = engine_allocations(recorded(engine))
+    found: dict[str, set[int]] = {}
+    for event in replayed.events:
+        if isinstance(event, Allocate):
+            found.setdefault(event.kind, set()).add(replayed.streams.get(event.block, 0))
+    for kind, stream in streams.items():
+        assert found[kind] == {stream}, (engine, kind)
+    assert found["activations"] == {0}
 
 
 def kinds_on(engine: str, chosen: Callable[[EngineAllocations, int], bool]) -> set[str]:
@@ -129,74 +133,12 @@ def kinds_on(engine: str, chosen: Callable[[EngineAllocations, int], bool]) -> s
     return {e.kind for e in replayed.events if isinstance(e, Allocate) and chosen(replayed, e.block)}
 
 
-def test_fsdp1() -> None:
-    """One buffer a block, and the next one's in backward; no reduction waits."""
-    assert held(recorded("fsdp1"), 2, StepPhase.FORWARD)["gathered_slots"] == pytest.approx(1, abs=0.01)
-    backward = held(recorded("fsdp1"), 2, StepPhase.BACKWARD)
-    assert backward["gathered_slots"] == pytest.approx(2, abs=0.01)
-    assert backward.get("reduce_slots", 0) == 0
-
-
-def test_deepspeed() -> None:
-    """A bf16 part of everything beside the masters, bf16 gradients that stay; weights that activations hold."""
-    recording = recorded("deepspeed")
-    everything = sum(recording.facts.unit_bytes.values())
-    forward = held(recording, 2, StepPhase.FORWARD)
-    unit = recording.facts.unit_bytes["model.layers.2"]
-    assert forward["param_shards"] * unit == pytest.approx(3 * everything / RANKS, rel=0.01)
-    assert forward["grad_shards"] * unit == pytest.approx(everything / RANKS, rel=0.01)
-    assert forward["gathered_slots"] == pytest.approx(3, abs=0.01)
-
-
-def test_deepspeed_s_own_linear_layer_keeps_no_weights() -> None:
-    """Where activations are kept; what is soon used again stays gathered with either (all of this little model)."""
-    kept, let_go = (
-        live_after_forward(recorded("deepspeed", keeps_gathered_weights=kept), "gathered_slots")
-        for kept in (True, False)
-    )
-    assert kept == let_go
-    large = {**LLAMA, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
-    kept, let_go = (
-        live_after_forward(
-            recorded("deepspeed", keeps_gathered_weights=kept, model=tuple(large.items())), "gathered_slots"
-        )
-        for kept in (True, False)
-    )
-    assert kept > let_go
-
-
-@pytest.mark.slow
-def test_autocast_keeps_a_cast_copy_of_every_weight() -> None:
-    """From forward to backward, at any world size, unless blocks recompute."""
-    settings: dict[str, Any] = {"precision": sw.Precision(), "seq_len": 1}
-    weights = 6 * (4 * 64 * 64 + 3 * 64 * 172) + 128 * 64
-    for nodes in (1, 8):
-        plain, cast = (
-            live_after_forward(recorded("fsdp1", **settings, nodes=nodes, autocast=dtype), "activations")
-            for dtype in (None, "bf16")
-        )
-        assert cast - plain == pytest.approx(2 * weights, rel=0.03)  # what else is kept halves
-    recomputing = {**settings, "activation_checkpointing": "full"}
-    plain, cast = (
-        live_after_forward(recorded("fsdp1", **recomputing, autocast=dtype), "activations") for dtype in (None, "bf16")
-    )
-    assert cast - plain < 2 * 128 * 64 * 1.1  # the head's
-
-
-def test_autocast_is_for_peers() -> None:
-    with pytest.raises(ConfigError, match="engine 'shardwise' has no autocast; use precision="):
-        Job(autocast="bf16")
-    with pytest.raises(ConfigError, match="autocast='fp32': must be one of bf16, fp16, or None"):
-        Job(autocast="fp32", engine="fsdp1")
-
-
-@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("param", ["bf16", "fp32"])
-def test_no_shard_is_ddp(engine: str, param: str) -> None:
+def test_no_shard_is_ddp(param: str) -> None:
     """Whole parameters, their moments, gradients twice; casts of all of them where they compute in bf16."""
     precision = sw.Precision(param=param, reduce="fp32")
     recording = record(
-        resolve(LLAMA).builder(), Job(engine=engine, strategy="no_shard", precision=precision, seq_len=64)
+        resolve(LLAMA).builder(), Job(engine="fsdp2", strategy="no_shard", precision=precision, seq_len=64)
     )
     whole = 4 * recording.facts.params
     kinds = forecast_of(recording).memory

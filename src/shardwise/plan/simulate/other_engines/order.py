@@ -1,25 +1,8 @@
-"""A recorded step in the order in which another engine would launch it, from that engine's published design.
-
-| | shardwise, as recorded | fsdp1 | fsdp2 | deepspeed |
-|---|---|---|---|---|
-| the host launches a gather | a unit ahead | when the unit is called; in backward a unit ahead | as fsdp1 | a unit ahead |
-| the device begins it | when its slot, one of three, is free | as recorded; the host waits for the last release but one (`limit_all_gathers`) | after the copy-out of the last gather but one; in backward of the last gather | as recorded |
-| gathered parameters | are used in place | as shardwise | are copied out on the compute stream | as fsdp2 |
-| own slices are, before the gather | cast into its buffer | as shardwise | cast, then copied | as shardwise |
-| gradients are copied in | as they come, at least 16 MiB at a time | as shardwise | at once, when all are there | as shardwise |
-| the compute stream waits for a reduction | before its slot, one of two, is used again | when backward ends | before the next one's gradients are copied in | when backward ends |
-| hosts | exchange messages | do not | do not | do not |
-
-Sources: torch/distributed/fsdp/_runtime_utils.py (`_unshard`, `_post_backward_final_callback`), _limiter_utils.py;
-_fully_shard/_fsdp_param_group.py (`wait_for_unshard`, `post_backward`, `finalize_backward`), _fsdp_collectives.py
-(`foreach_all_gather`, `foreach_all_gather_copy_out`, `foreach_reduce`); deepspeed/runtime/zero/stage3.py
-(`overlap_comm`), partition_parameters.py (`AllGatherCoalescedHandle.wait`). That FSDP1 casts gradients beside
-computation is left out.
-"""  # noqa: E501 - a table
+"""What other engines launch in another order than the recorded step: changes that models of engines apply in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shardwise.plan.dry_run.recording import (
@@ -47,15 +30,7 @@ Events = Iterable[StepEvent | HostWait]
 # Copies that engines make have names that end in "_" like those of in-place operations, so that none counts as fused.
 
 
-def ordered_as(engine: str, events: Iterable[StepEvent]) -> Iterator[StepEvent | HostWait]:
-    """Return the events of a step in the order of `engine` (shardwise, fsdp1, fsdp2, deepspeed)."""
-    ordered: Events = events
-    for change in _CHANGES[engine]:
-        ordered = change(ordered)
-    return iter(ordered)
-
-
-def _without_exchanges(events: Events) -> Iterator[StepEvent | HostWait]:
+def without_exchanges(events: Events) -> Iterator[StepEvent | HostWait]:
     """Leave out exchanges between hosts and fences of kind "settled": other engines order their streams by the waits
     for gathers."""
     for event in events:
@@ -63,7 +38,7 @@ def _without_exchanges(events: Events) -> Iterator[StepEvent | HostWait]:
             yield event
 
 
-def _waiting_once(events: Events) -> Iterator[StepEvent | HostWait]:
+def waiting_once(events: Events) -> Iterator[StepEvent | HostWait]:
     """Move all waits for reductions to the end of backward."""
     reductions: set[int] = set()
     open_waits: list[Wait] = []
@@ -81,7 +56,7 @@ def _waiting_once(events: Events) -> Iterator[StepEvent | HostWait]:
     yield from open_waits
 
 
-def _gathering_when_called(events: Events) -> Iterator[StepEvent | HostWait]:
+def gathering_when_called(events: Events) -> Iterator[StepEvent | HostWait]:
     """In forward, launch a gather and the kernels that write its slice only when the gather is waited for."""
     held: list[Kernel | Collective] = []
     for event in events:
@@ -106,18 +81,7 @@ def _gathers_in_forward(event: Kernel | Collective) -> bool:
     return of_a_gather and event.phase is StepPhase.FORWARD
 
 
-def _limited(events: Events) -> Iterator[StepEvent | HostWait]:
-    """Before a gather, let the host wait until the device has released the unit of the last release but one."""
-    released: list[str] = []
-    for event in events:
-        if isinstance(event, Collective) and event.op == "all_gather" and event.ranks > 1 and len(released) > 1:
-            yield HostWait(released[-2])
-        elif isinstance(event, UnitMark) and event.what == "release":
-            released.append(event.unit)
-        yield event
-
-
-def _copied_out(events: Events) -> Iterator[StepEvent | HostWait]:
+def copied_out(events: Events) -> Iterator[StepEvent | HostWait]:
     """After the wait for a gather, add a kernel that copies all of it."""
     gathers: dict[int, Collective] = {}
     for event in events:
@@ -133,7 +97,7 @@ def _copy(gather: Collective, name: str, share: float = 1.0, stream: str = "") -
     return Kernel(name, KernelKind.MEMORY, 0, nbytes, "", None, gather.unit, gather.phase, stream)
 
 
-def _released_by_copies(events: Events) -> Iterator[StepEvent | HostWait]:
+def released_by_copies(events: Events) -> Iterator[StepEvent | HostWait]:
     """Replace releases by those of FSDP2, whose gathers wait for a copy-out: in forward for that of the last gather but
     one, in backward for that of the last. With three slots a gather waits until the unit three gathers before it is
     released, so a copy-out releases the unit for which the right gather waits."""
@@ -149,7 +113,7 @@ def _released_by_copies(events: Events) -> Iterator[StepEvent | HostWait]:
                 yield UnitMark("release", unit, event.phase)
 
 
-def _copied_in(events: Events) -> Iterator[StepEvent | HostWait]:
+def copied_in(events: Events) -> Iterator[StepEvent | HostWait]:
     """Before a gather, add a kernel that copies the cast slice into its buffer."""
     for event in events:
         if isinstance(event, Collective) and event.op == "all_gather" and event.ranks > 1:
@@ -157,7 +121,7 @@ def _copied_in(events: Events) -> Iterator[StepEvent | HostWait]:
         yield event
 
 
-def _reducing_whole(events: Events) -> Iterator[StepEvent | HostWait]:
+def reducing_whole(events: Events) -> Iterator[StepEvent | HostWait]:
     """Copy a unit's gradients in with one kernel, after the reduction before is over."""
     copied, before = 0, None
     for event in events:
@@ -171,20 +135,3 @@ def _reducing_whole(events: Events) -> Iterator[StepEvent | HostWait]:
                 yield Kernel("chunk_cat_", KernelKind.MEMORY, 0, copied, "", None, event.unit, event.phase)
             copied, before = 0, event.number
         yield event
-
-
-_CHANGES: dict[str, tuple[Callable[[Events], Iterator[StepEvent | HostWait]], ...]] = {
-    "shardwise": (),
-    "fsdp1": (_without_exchanges, _waiting_once, _gathering_when_called, _limited),
-    "fsdp2": (
-        _without_exchanges,
-        _waiting_once,
-        _gathering_when_called,
-        _copied_in,
-        _copied_out,
-        _released_by_copies,
-        _reducing_whole,
-    ),
-    "deepspeed": (_without_exchanges, _waiting_once, _copied_out),
-}
-"""The changes of each engine, applied one after another."""

@@ -1,4 +1,4 @@
-"""torch.autocast in a dry run, with the casts that the job's device makes.
+"""torch.autocast in a dry run, with the casts that a GPU makes.
 
 The tensors of a dry run are CPU tensors, so the CPU's autocast applies to them. It leaves some operations in the lower
 dtype that CUDA's autocast computes in fp32 (torch/csrc/autocast_mode.h), and their results are saved for backward.
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.plan.dry_run.job import Job
 from shardwise.policy.precision import dtype_name
 
 _FP32_ON_GPUS = (
@@ -26,15 +25,12 @@ _FP32_ON_GPUS = (
 
 
 @contextmanager
-def autocast(job: Job) -> Iterator[None]:
-    """Inside, operations are cast as `job.autocast` says."""
-    if job.autocast is None:
-        yield
-        return
+def autocast(dtype: str, keeps_casts: bool, on_cpu: bool) -> Iterator[None]:
+    """Inside, operations are cast as by autocast to `dtype`; `keeps_casts`: casts of weights are cached."""
     with torch.library._scoped_library("aten", "IMPL") as library:
-        for name in () if job.on_cpu else _FP32_ON_GPUS:
+        for name in () if on_cpu else _FP32_ON_GPUS:
             library.impl(name, _in_fp32(name), "AutocastCPU", allow_override=True)
-        with torch.autocast("cpu", getattr(torch, dtype_name(job.autocast, "autocast")), cache_enabled=job.keeps_casts):
+        with torch.autocast("cpu", getattr(torch, dtype_name(dtype, "autocast")), cache_enabled=keeps_casts):
             yield
 
 

@@ -1,4 +1,4 @@
-"""Linear layers in 8-bit floats, as torchao puts them into models of other engines (`Job.float8`).
+"""Linear layers in 8-bit floats, as torchao puts them into models of other engines (`PublishedJob.float8`).
 
 | | bf16, as recorded | "compute" | "gathers" |
 |---|---|---|---|
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from shardwise.plan.dry_run.recording import Collective, Kernel, KernelKind, StepEvent
+from shardwise.plan.dry_run.recording import Collective, Kernel, KernelKind, Recording, StepEvent
 
 _PRODUCTS = frozenset({"mm", "addmm"})
 _ALIGNED = 16
@@ -27,11 +27,18 @@ GATHERS = "gathers"
 
 
 def in_float8(events: Iterable[StepEvent], float8: str | None) -> Iterable[StepEvent]:
-    """Return the events of a step with linear layers that compute in 8 bits. `float8` is `Job.float8`."""
+    """Return the events of a step with linear layers that compute in 8 bits. `float8` is `PublishedJob.float8`."""
     return events if float8 is None else _in_float8(events, float8 == GATHERS)
 
 
-def is_of_a_block(name: str) -> bool:
+def gathered_in_float8(recording: Recording) -> Recording:
+    """Return a recording with the bytes of blocks' parameters, when they are gathered in 8 bits."""
+    in_bf16 = recording.facts.unit_bytes
+    unit_bytes = {unit: nbytes // 2 if _is_of_a_block(unit) else nbytes for unit, nbytes in in_bf16.items()}
+    return replace(recording, facts=replace(recording.facts, unit_bytes=unit_bytes))
+
+
+def _is_of_a_block(name: str) -> bool:
     """Whether a module or unit is in a numbered block."""
     return any(part.isdecimal() for part in name.split("."))
 
@@ -41,7 +48,7 @@ def _in_float8(events: Iterable[StepEvent], gathers: bool) -> Iterator[StepEvent
         if isinstance(event, Kernel) and _is_a_linear_layers(event):
             yield _casting(event, gathers)
             yield replace(event, dtype="fp8")
-        elif gathers and isinstance(event, Collective) and event.op == "all_gather" and is_of_a_block(event.unit):
+        elif gathers and isinstance(event, Collective) and event.op == "all_gather" and _is_of_a_block(event.unit):
             yield replace(event, nbytes=event.nbytes // 2)
         else:
             yield event
@@ -49,7 +56,7 @@ def _in_float8(events: Iterable[StepEvent], gathers: bool) -> Iterator[StepEvent
 
 def _is_a_linear_layers(kernel: Kernel) -> bool:
     aligned = kernel.matmul is not None and all(size % _ALIGNED == 0 for size in kernel.matmul[1:])
-    return kernel.kind is KernelKind.MATMUL and kernel.name in _PRODUCTS and aligned and is_of_a_block(kernel.module)
+    return kernel.kind is KernelKind.MATMUL and kernel.name in _PRODUCTS and aligned and _is_of_a_block(kernel.module)
 
 
 def _casting(product: Kernel, gathers: bool) -> Kernel:
