@@ -6,7 +6,7 @@ from tests.layers import MODULES, ROOT, imports_of
 
 # What each package may import besides itself. Packages of one layer may not import each other.
 LAYERS = [
-    {"accelerators", "errors", "liveness", "registry", "suggest", "tables"},
+    {"accelerators", "errors", "liveness", "registry", "suggest", "tables", "toml_text"},
     {"device_tools", "layout", "policy", "foreign", "hub", "together"},
     {"comm", "files"},
     {"sharded"},
@@ -66,6 +66,7 @@ NO_TORCH = {
     "registry",
     "suggest",
     "tables",
+    "toml_text",
     "layout",
     "policy",
     "foreign",

@@ -165,7 +165,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def small_device(path: str, usable_bytes: float) -> str:
     """Write the hardware file of a CPU with this much memory."""
     little = Figure(usable_bytes, "made for a test")
-    write_device(replace(find_device("cpu"), usable_bytes=little, memory_bytes=little), Path(path))
+    cpu = find_device("cpu")
+    write_device(replace(cpu, memory=replace(cpu.memory, bytes=little, usable_bytes=little)), Path(path))
     return path
 
 

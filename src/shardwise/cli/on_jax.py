@@ -166,7 +166,7 @@ def _of_jax(asked: Asked, source: ModelSource | None) -> tuple[dict[str, Any], l
 
 
 def _row_of_jax(setting: Mapping[str, Any], compiled: Mapping[str, Any], took: Seconds, cluster: Cluster) -> Row:
-    has = int(cluster.hardware.usable_bytes.value)
+    has = int(cluster.hardware.memory.usable_bytes.value)
     return Row("jax", setting, compiled["memory"]["peak_bytes"], has, took.ends, took.bytes_sent)
 
 

@@ -39,7 +39,7 @@ def test_alone_there_is_nothing_to_send() -> None:
     alone = measure()
     assert alone.measured is not None
     assert alone.measured.collectives == {}
-    assert alone.usable_bytes.value > 2**28
+    assert alone.memory.usable_bytes.value > 2**28
 
 
 @pytest.mark.parametrize(

@@ -29,4 +29,4 @@ def test_other_gpus_have_that_of_all_and_say_so() -> None:
 
 def test_nothing_was_published_of_cpus_or_of_this_machine() -> None:
     assert spread_of(find_device("cpu")) is None
-    assert spread_of(replace(find_device("h100-sxm-80gb"), measured=Measured())) is None
+    assert spread_of(replace(find_device("h100-sxm-80gb"), measured=Measured(memory=((1.0, 1.0),)))) is None

@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.errors import HubError, PlanError
 from shardwise.plan.dry_run.recording import Kernel
 from shardwise.plan.models.source import resolve, shapes
-from shardwise.train.config.files import _toml_value
+from shardwise.toml_text import toml_value
 from tests.hub.cached import put
 
 TINY = {
@@ -134,7 +134,7 @@ def test_a_shape_goes_into_a_training_configuration(name: str) -> None:
 
 
 def tomli(section: dict[str, Any]) -> str:
-    return "\n".join(f"{key} = {_toml_value(value)}" for key, value in section.items())
+    return "\n".join(f"{key} = {toml_value(value)}" for key, value in section.items())
 
 
 def test_attention_reaches_the_model() -> None:

@@ -12,7 +12,7 @@ import pytest
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.dry_run.recording import Kernel, KernelKind
-from shardwise.plan.hardware.devices import Figure, find_device, write_device
+from shardwise.plan.hardware.devices import Figure, Price, find_device, write_device
 from shardwise.plan.simulate.forecast import Forecast, forecast
 from shardwise.policy.kinds import KINDS
 
@@ -54,7 +54,7 @@ def test_a_cost_where_there_is_a_price(tmp_path: Path) -> None:
     assert f.cost.per_million_tokens == pytest.approx(steps * f.cost.per_step)
     assert json.loads(json.dumps(f.to_dict()))["cost"]["per_device_hour"] == 2.5
     rented = tmp_path / "rented.toml"
-    write_device(replace(find_device("h100-sxm-80gb"), price_per_hour=Figure(3.0, "a bill")), rented)
+    write_device(replace(find_device("h100-sxm-80gb"), price=Price(Figure(3.0, "a bill"))), rented)
     listed = small(gpu=str(rented)).cost
     assert listed is not None
     assert listed.per_device_hour == 3.0

@@ -66,7 +66,7 @@ def test_bytes_sent() -> None:
 
 def test_measured_collectives_replace_the_data_sheet() -> None:
     points = ((1000.0, 1e-5), (1e6, 1e-3))
-    measured = replace(H100, measured=Measured(collectives={"all_gather": points}, ranks=2))
+    measured = replace(H100, measured=Measured(memory=points, collectives={"all_gather": points}, ranks=2))
     here = Cluster(measured, find_interconnect("800gbps"), 2, 1)
     assert here.seconds("all_gather", 1e6, "shard", 2) == pytest.approx(1e-3)
     assert here.seconds("all_gather", 1e6, "shard", 4) == pytest.approx(1.5e-3)  # three quarters pass instead of half

@@ -19,7 +19,7 @@ from shardwise.plan.dry_run.recording import (
     UnitMark,
     Wait,
 )
-from shardwise.plan.hardware.devices import Figure, Hardware, find_device, find_interconnect
+from shardwise.plan.hardware.devices import Figure, Hardware, Link, find_device, find_interconnect
 from shardwise.plan.hardware.host import usual_host
 from shardwise.plan.simulate.network import Cluster
 from shardwise.plan.simulate.other_engines.model import ordered_as
@@ -38,9 +38,8 @@ COLLECTIVE_S = usual_host().collective_s.value
 def device(kind: str = "gpu") -> Hardware:
     """Moves 1 GB a millisecond within and between devices, and waits for nothing."""
     rate, hair = Figure(float(RATE), "test"), Figure(1e-15, "test")
-    return replace(
-        find_device("h100-sxm-80gb"), kind=kind, memory_bytes_per_s=rate, link_bytes_per_s=rate, link_latency_s=hair
-    )
+    h100 = find_device("h100-sxm-80gb")
+    return replace(h100, kind=kind, memory=replace(h100.memory, bytes_per_s=rate), link=Link(rate, hair))
 
 
 def compute(milliseconds: float, module: str = "", phase: StepPhase = StepPhase.FORWARD) -> Kernel:

@@ -32,8 +32,9 @@ class PublishedJob(Job):
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
-        check_choice("autocast", self.autocast, (*AUTOCASTS, None))
-        check_choice("float8", self.float8, (*FLOAT8, None))
+        for name, choices in (("autocast", AUTOCASTS), ("float8", FLOAT8)):
+            if getattr(self, name) is not None:
+                check_choice(name, getattr(self, name), choices, or_none=True)
         if self.autocast is not None and (self.compile or self.engine == "shardwise"):
             raise ConfigError(f"autocast={self.autocast!r}: neither shardwise nor compile=True can be forecast with it")
         if self.float8 is not None and self.engine == "shardwise":

@@ -20,7 +20,16 @@ from torch import Tensor
 from shardwise import device_tools
 from shardwise.comm.protocol import BufferKind, Collectives, FlatSpan, Reduction
 from shardwise.comm.select import collectives_for
-from shardwise.plan.hardware.devices import Figure, Hardware, Measured, Points, device_names, find_device
+from shardwise.plan.hardware.devices import (
+    Figure,
+    Hardware,
+    Measured,
+    Memory,
+    Points,
+    device_names,
+    find_device,
+    with_usable_bytes,
+)
 from shardwise.policy.precision import short_dtype_name
 
 SOURCE = "measured by `shardwise plan --calibrate`"
@@ -273,8 +282,8 @@ def _describe(device: torch.device, measured: Measured, ranks: int) -> Hardware:
     bandwidth = Figure(max(rate for _, rate in measured.memory), source)
     if device.type != "cpu":
         known = find_device(packaged_name(device_tools.name(device)))
-        usable = Figure(float(device_tools.total_bytes(device)), source)
-        return replace(known, usable_bytes=usable, matmul_flops=best, measured=measured)
+        seen = with_usable_bytes(known, device_tools.total_bytes(device), source)
+        return replace(seen, matmul_flops=best, measured=measured)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     share = Figure(float(_host_bytes() // local_ranks), source, f"1/{local_ranks} of this machine's memory")
     return replace(
@@ -282,9 +291,7 @@ def _describe(device: torch.device, measured: Measured, ranks: int) -> Hardware:
         title=f"{platform.processor() or platform.machine()}, one of {local_ranks} ranks",
         peak_flops=best,
         matmul_flops=best,
-        memory_bytes=share,
-        usable_bytes=share,
-        memory_bytes_per_s=bandwidth,
+        memory=Memory(share, share, bandwidth),
         measured=measured,
     )
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
 from shardwise.plan.hardware.devices import Figure
-from shardwise.plan.hardware.toml_table import TomlTable
+from shardwise.plan.hardware.reading import read
 
 _FILE = files("shardwise.plan.hardware") / "data" / "host.toml"
 
@@ -30,13 +30,5 @@ class Host:
 @cache
 def usual_host() -> Host:
     """Return the packaged figures."""
-    whole = TomlTable(tomllib.loads(_FILE.read_text(encoding="utf-8")), "", ("host",))
-    names = [known.name for known in fields(Host)]
-    section = whole.section("host", names)
-    found = {name: section.section(name, ("value", "source", "note")) for name in names}
-    return Host(
-        **{
-            name: Figure(one.number("value"), one.text("source", ""), one.text("note", ""))
-            for name, one in found.items()
-        }
-    )
+    usual: Host = read(Host, tomllib.loads(_FILE.read_text(encoding="utf-8"))["host"], "host")
+    return usual

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 
 from shardwise.plan.hardware.devices import Figure, Hardware
-from shardwise.plan.hardware.toml_table import TomlTable
+from shardwise.plan.hardware.reading import read
 
 _FILE = files("shardwise.plan.hardware") / "data" / "node.toml"
 
@@ -37,14 +36,10 @@ class Node:
 
 def node_of(hardware: Hardware) -> Node:
     """Return a device's host: figures of the device's own file, usual ones for the rest."""
-    return Node(**{**_usual(), **hardware.node})
+    return replace(_usual(), **hardware.node)
 
 
 @cache
-def _usual() -> Mapping[str, Figure]:
-    whole = TomlTable(tomllib.loads(_FILE.read_text(encoding="utf-8")), "", ("node",))
-    section = whole.section("node", [known.name for known in fields(Node)])
-    found = {name: section.section(name, ("value", "source", "note")) for name in section.keys}
-    return {
-        name: Figure(one.number("value"), one.text("source", ""), one.text("note", "")) for name, one in found.items()
-    }
+def _usual() -> Node:
+    usual: Node = read(Node, tomllib.loads(_FILE.read_text(encoding="utf-8"))["node"], "node")
+    return usual

@@ -45,8 +45,8 @@ def assumptions(forecast: Forecast) -> Iterator[Assumption]:
     if job.offload is not None:
         yield from _of_the_host(node_of(hardware), job)
     yield from _beside(forecast)
-    if job.price_per_hour is None and hardware.price_per_hour is not None:
-        price = hardware.price_per_hour
+    if job.price_per_hour is None and hardware.price is not None:
+        price = hardware.price.per_hour
         yield Assumption("price", f"{price.value:g} per device and hour ({_source(price)})")
     if unused := forecast.recording.facts.unused:
         yield Assumption("inputs", f"those of one kind alone: {unused / 1e6:,.0f} M parameters are held but not used")
@@ -97,16 +97,16 @@ def _figures(job: Job) -> dict[str, tuple[Figure, str]]:
     """Return, by name, figures from the data files, and their values in words."""
     hardware, interconnect, dtype = job.hardware, job.node_interconnect, job.compute_dtype
     figures = {
-        "usable memory": (hardware.usable_bytes, f"{gib(hardware.usable_bytes.value)} GiB"),
+        "usable memory": (hardware.memory.usable_bytes, f"{gib(hardware.memory.usable_bytes.value)} GiB"),
         f"peak rate in {dtype}": (
             hardware.peak_flops.get(dtype, hardware.peak_flops["fp32"]),
             f"{_teras(hardware.peak(dtype))} TFLOP/s dense",
         ),
-        "memory bandwidth": (hardware.memory_bytes_per_s, f"{hardware.memory_bytes_per_s.value / 1e9:,.0f} GB/s"),
-        "link in a node": (hardware.link_bytes_per_s, f"{hardware.link_bytes_per_s.value / 1e9:,.0f} GB/s one way"),
+        "memory bandwidth": (hardware.memory.bytes_per_s, f"{hardware.memory.bytes_per_s.value / 1e9:,.0f} GB/s"),
+        "link in a node": (hardware.link.bytes_per_s, f"{hardware.link.bytes_per_s.value / 1e9:,.0f} GB/s one way"),
     }
     if job.nodes > 1:
-        rate = interconnect.bytes_per_s
+        rate = interconnect.node.bytes_per_s
         figures[f"between nodes ({interconnect.title})"] = (rate, f"{rate.value / 1e9:,.1f} GB/s one way per node")
     return figures
 

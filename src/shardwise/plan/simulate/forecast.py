@@ -259,7 +259,7 @@ def forecast_of(recording: Recording) -> Forecast:
     peak = peak_of(events, rounding)
     context = (0 if job.on_cpu else CONTEXT_BYTES) if job.context_bytes is None else job.context_bytes
     nccl = nccl_bytes_of(job)
-    usable = int(hardware.usable_bytes.value)
+    usable = int(hardware.memory.usable_bytes.value)
     timeline = _timeline(recording)
     tokens_per_s = facts.tokens_per_rank(job) / timeline.step_time_s
     used = facts.params - facts.unused - _idle_params(recording)
@@ -315,8 +315,8 @@ def _idle_params(recording: Recording) -> int:
 
 def price_of(job: Job) -> float | None:
     """Return the price of one device for an hour: the job's, else that of the hardware data, else None."""
-    listed = job.hardware.price_per_hour
-    return job.price_per_hour if job.price_per_hour is not None or listed is None else listed.value
+    listed = job.hardware.price
+    return job.price_per_hour if job.price_per_hour is not None or listed is None else listed.per_hour.value
 
 
 def _timeline(recording: Recording) -> Timeline:

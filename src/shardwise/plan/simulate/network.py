@@ -82,21 +82,21 @@ class Cluster:
 
     def bytes_per_s(self, placed: GroupTopology) -> float:
         """Return the rate of the narrowest link of a group's rings."""
-        link = self.hardware.link_bytes_per_s.value
+        link = self.hardware.link.bytes_per_s.value
         if placed.nodes > 1:
-            link = min(link, self.interconnect.bytes_per_s.value / placed.groups_per_node)
+            link = min(link, self.interconnect.node.bytes_per_s.value / placed.groups_per_node)
         return link * self.link_efficiency
 
     def _ring_latency_s(self, placed: GroupTopology) -> float:
         between = placed.nodes - 1
         within = placed.ranks - 1 - between
-        return within * self.hardware.link_latency_s.value + between * self.interconnect.latency_s.value
+        return within * self.hardware.link.latency_s.value + between * self.interconnect.node.latency_s.value
 
     def _tree_latency_s(self, placed: GroupTopology) -> float:
         within = placed.ranks // placed.nodes - 1
         return (
-            within * self.hardware.link_latency_s.value
-            + math.ceil(math.log2(placed.nodes)) * self.interconnect.latency_s.value
+            within * self.hardware.link.latency_s.value
+            + math.ceil(math.log2(placed.nodes)) * self.interconnect.node.latency_s.value
         )
 
 

@@ -65,10 +65,10 @@ class Roofline:
         if self.hardware.measured is not None:
             return self._measured_seconds(kernel)
         left = self._left(kernel)
-        moving = kernel.bytes_moved * left / (self.hardware.memory_bytes_per_s.value * self.efficiency.memory)
+        moving = kernel.bytes_moved * left / (self.hardware.memory.bytes_per_s.value * self.efficiency.memory)
         if kernel.kind is KernelKind.MATMUL and kernel.matmul is not None:
             rate = self.hardware.sustained(kernel.dtype) * self.efficiency.matmul
-            flops = tiled_flops(kernel.matmul, int(self.hardware.processors.value))
+            flops = tiled_flops(kernel.matmul, int(self.hardware.processor.count.value))
             return max(flops / rate, moving) + KERNEL_S
         if kernel.kind is KernelKind.ATTENTION:
             return max(self._attention_s(kernel), moving) + KERNEL_S
@@ -84,7 +84,7 @@ class Roofline:
         """
         if kernel.matmul is None or kernel.kind is KernelKind.MEMORY:
             return 0.0
-        processors = int(self.hardware.processors.value)
+        processors = int(self.hardware.processor.count.value)
         if kernel.kind is KernelKind.MATMUL:
             return seconds / _tiling(kernel.matmul, processors)[1]
         batch, queries, _, _ = kernel.matmul

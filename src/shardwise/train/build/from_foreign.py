@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardwise.foreign.settings import ForeignSettings
-from shardwise.train.config.files import config_of, toml_of
+from shardwise.toml_text import toml_text
+from shardwise.train.config.files import config_of
 from shardwise.train.config.schema import UNSET
 
 STEPS = 1000
@@ -30,7 +31,7 @@ def configuration_of(settings: ForeignSettings, source: Path) -> str:
         tree["parallel"] = {"ranks": settings.ranks, **tree["parallel"]}
     tree = {section: keys for section, keys in tree.items() if keys}
     config_of({**tree, "log": {"name": "foreign", **settings.tree["log"]}}, source)
-    return "".join(f"# {line}\n" for line in [f"From {source}.", *notes(settings)]) + "\n" + toml_of(tree)
+    return "".join(f"# {line}\n" for line in [f"From {source}.", *notes(settings)]) + "\n" + toml_text(tree)
 
 
 def notes(settings: ForeignSettings) -> list[str]:

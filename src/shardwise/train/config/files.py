@@ -5,7 +5,6 @@
 
 import datetime
 import difflib
-import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from shardwise.errors import ConfigError
 from shardwise.policy.strategy import OTHER_NAMES
+from shardwise.toml_text import toml_text
 from shardwise.train.config.schema import Config, Section
 
 
@@ -53,12 +53,7 @@ def config_of(tree: Mapping[str, Any], where: object) -> Config:
 def dump_toml(config: Config) -> str:
     """Return the configuration as TOML text; loading that text gives an equal configuration. Unset keys are left
     out."""
-    return toml_of(config.model_dump(exclude_none=True))
-
-
-def toml_of(tree: Mapping[str, Any]) -> str:
-    """Return a tree of keys as TOML text."""
-    return "\n".join(_table_lines(tree, ())).lstrip() + "\n"
+    return toml_text(config.model_dump(exclude_none=True))
 
 
 @contextmanager
@@ -251,39 +246,3 @@ def _known_names() -> Iterator[str]:
         assert issubclass(kind, Section)
         for key in kind.model_fields:
             yield f"{section}.{key}"
-
-
-def _table_lines(table: Mapping[str, Any], keys: Sequence[str]) -> Iterator[str]:
-    """Yield a table's own values before its sub-tables, because in TOML everything after a header belongs to that
-    header's table."""
-    if keys:
-        yield ""
-        yield f"[{'.'.join(map(_toml_key, keys))}]"
-    for key, value in table.items():
-        if not isinstance(value, Mapping):
-            yield f"{_toml_key(key)} = {_toml_value(value)}"
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _table_lines(value, (*keys, key))
-
-
-def _toml_key(key: str) -> str:
-    bare = key.isascii() and key.replace("-", "_").isidentifier()
-    return key if bare else _toml_value(key)
-
-
-def _toml_value(value: object) -> str:
-    if isinstance(value, str):  # TOML's escapes are JSON's, except that it wants DEL escaped
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)  # repr of a float reads back as the same float
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, Mapping):
-        inner = ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items())
-        return f"{{{inner}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    raise TypeError(f"TOML cannot hold a {type(value).__name__}: {value!r}")
