@@ -6,12 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.recording import StepPhase
 from shardwise.plan.report.assumptions import Assumption
 from shardwise.plan.report.report import PlanReport
 from shardwise.plan.search.exploration import Objective, ranked
 from shardwise.plan.search.space import search_space
 from shardwise.plan.search.sweeps import explore_sweep
 from shardwise.plan.simulate.forecast import NCCL_BYTES, Cost, cost_of, nccl_bytes_of
+from shardwise.plan.simulate.timeline import Span, Stall, Timeline
 
 GIB = 2**30
 
@@ -148,6 +150,19 @@ def report(**arguments: Any) -> PlanReport:
         ),
         range_words="90% of 46 published runs on this device were between 10% slower and 20% faster than forecast",
         answers=("The smallest cluster that fits: 3 GPUs.", "The largest micro-batch that fits: 9 sequences."),
-        timeline='<svg viewBox="0 0 960 200" width="100%"><title>One step</title><rect width="900" height="40"/></svg>',
+        timeline=Timeline(
+            spans=(
+                Span("compute", "mm", "block.0", StepPhase.FORWARD, 0.0, 0.010, 0),
+                Span("compute", "mm", "block.1", StepPhase.FORWARD, 0.010, 0.015, 0),
+                Span("compute", "mm", "block.1", StepPhase.BACKWARD, 0.020, 0.040, 0),
+                Span("shard gathers", "all_gather", "block.1", StepPhase.FORWARD, 0.010, 0.020, 0),
+            ),
+            stalls=(Stall(0.015, 0.020, "block.1", "all_gather"),),
+            step_time_s=0.040,
+            host_s=0.040,
+            late_s=0.0,
+            bytes_sent=0.0,
+            flops=0,
+        ),
         config='[model.config]\nmodel_type = "llama"\n',
     )

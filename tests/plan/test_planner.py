@@ -9,12 +9,12 @@ import pytest
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan import planner
+from shardwise.plan.report.lanes import lanes
 from shardwise.plan.report.rendering import WIDTH, table_text
 from shardwise.plan.report.report import amount
 from shardwise.plan.search.exploration import nothing_fits
 from shardwise.plan.search.processes import Forecasters
 from shardwise.plan.search.search import Effort, Question, explore, space_of
-from shardwise.plan.simulate.trace import draw
 from tests.plan.doubles import GIB, formula
 
 LLAMA = {
@@ -132,7 +132,7 @@ def test_what_an_answer_shows() -> None:
     assert "(assumed: " in assumed["context"]
     assert "https://" in assumed["NCCL"]
     assert any(name.startswith("between nodes") for name in assumed)
-    assert draw(answer.best_whole().timeline).startswith("<svg")
+    assert lanes(answer.best_whole().timeline)["compute"]
 
 
 @pytest.mark.parametrize(

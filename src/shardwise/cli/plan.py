@@ -160,12 +160,11 @@ def _packaged() -> str:
 def _show(answer: "Plan", options: Options) -> None:
     """Print the answer and write the requested files. Raises PlanError if nothing fits."""
     from shardwise.plan.report.rendering import page_html, table_text, write_page
-    from shardwise.plan.simulate.trace import draw
 
     print(json.dumps(answer.to_dict(), indent=2) if options.json else table_text(answer.report))
     text, refused = _training_config(answer, options.config) if options.config or options.html else ("", None)
     if options.html is not None:
-        timeline = draw(answer.best_whole().timeline) if answer.best is not None else ""
+        timeline = answer.best_whole().timeline if answer.best is not None else None
         write_page(page_html(replace(answer.report, config=text, timeline=timeline)), options.html)
         _say(f"page: {options.html}")
     if answer.best is None and answer.extra.get("smallest_cluster") and not (options.trace or options.config):

@@ -106,7 +106,7 @@ class Options(_RunOptions, _ClusterOptions):  # type: ignore[misc, valid-type]  
     ] = None
     json: Annotated[bool, _option("Print the best forecast as JSON.", "--json")] = False
     html: Annotated[File, _option("Write the answer as an HTML page.")] = None
-    trace: Annotated[File, _option("Write the best configuration's timeline: .json (Perfetto) or .svg.")] = None
+    trace: Annotated[File, _option("Write the best configuration's timeline, for Perfetto (.json).")] = None
     config: Annotated[File, _option("Write the best configuration as a training configuration.")] = None
     calibrate: Annotated[
         bool,

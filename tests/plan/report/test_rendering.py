@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import PlanError
+from shardwise.plan.report.lanes import lanes
 from shardwise.plan.report.rendering import COLOURS, WIDTH, page_html, table_text, write_page
 from shardwise.plan.report.report import amount, range_text
 from shardwise.plan.search.exploration import MEMORY_WORDS
@@ -123,6 +124,24 @@ def test_the_page_is_whole_and_asks_the_network_for_nothing() -> None:
     assert "<dt>its range</dt>" in page
     for section in ("answer", "memory", "table", "timeline", "fallen", "config", "assumptions"):
         assert f'<section id="{section}">' in page
+
+
+def test_a_step_is_drawn_in_lanes() -> None:
+    """Spans of one phase that follow one another are one block, as long as its part of the step."""
+    shown = report(gpus_per_node=8)
+    assert shown.timeline is not None
+    drawn = lanes(shown.timeline)
+    assert list(drawn) == ["compute", "shard gathers", "waiting"]
+    assert [(block.label, block.start, block.end) for block in drawn["compute"]] == [
+        ("forward", 0.0, pytest.approx(0.375)),
+        ("backward", 0.5, 1.0),
+    ]
+    assert [block.label for block in drawn["shard gathers"]] == ["all_gather block.1"]
+    page = page_html(shown)
+    assert page.count('<div class="lane">') == len(drawn) + 1
+    assert 'title="backward: 20.000 ms"' in page
+    assert "<span>40 ms</span>" in page
+    assert '<section id="timeline">' not in page_html(replace(shown, timeline=None))
 
 
 def test_a_page_with_a_price_shows_what_it_comes_to() -> None:

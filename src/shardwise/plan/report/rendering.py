@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shardwise.errors import PlanError
+from shardwise.plan.report.lanes import COLOURS as PHASES
+from shardwise.plan.report.lanes import lanes
 from shardwise.plan.report.report import PlanReport, amount, batch_name, parts, range_text, shown_rows, strategy_name
 from shardwise.plan.search.exploration import (
     MEMORY_WORDS,
@@ -153,6 +155,8 @@ def page_html(report: PlanReport) -> str:
         colours=COLOURS,
         words=MEMORY_WORDS,
         timeline=report.timeline,
+        lanes=lanes(report.timeline) if report.timeline is not None else {},
+        phases=PHASES,
     )
 
 

@@ -16,6 +16,7 @@ from shardwise.plan.search.exploration import (
     needed_bytes,
 )
 from shardwise.plan.simulate.forecast import Forecast
+from shardwise.plan.simulate.timeline import Timeline
 from shardwise.policy.strategy import Strategy
 
 SHOWN = 10
@@ -36,8 +37,8 @@ class PlanReport:
     """The source of the ranges of throughputs; "" if there are no ranges."""
     answers: tuple[str, ...] = ()
     """Further answers in sentences, such as the smallest cluster and the largest batch that fit."""
-    timeline: str = ""
-    """The step of the best configuration, an SVG element; or ""."""
+    timeline: Timeline | None = None
+    """The step of the best configuration, if it is to be drawn."""
     compares: bool = False
     """Whether engines are compared: then the rows are the best configuration of each, and no others."""
     config: str = ""
