@@ -42,7 +42,7 @@ from shardwise.model_tools.reduction import (
 )
 from shardwise.model_tools.release import reshard_after_forward as resharding
 from shardwise.modules.deferred_init.put_off import put_off
-from shardwise.modules.graph_breaks import hide_from_dynamo
+from shardwise.modules.tracing import hide_from_dynamo
 from shardwise.policy.offload import ALL_ON_HOST
 from shardwise.policy.precision import Precision
 from shardwise.sharded.parameter import ShardedParameter

@@ -40,8 +40,7 @@ from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Arguments, Unit
 from shardwise.engine.unsharder import unsharder_for
 from shardwise.errors import CollectiveTimeout, MismatchError, UsageError
-from shardwise.modules.graph_breaks import hide_from_dynamo
-from shardwise.modules.transforms import are_none, outside_transforms
+from shardwise.modules.tracing import hide_from_dynamo, is_transforming, outside_transforms
 from shardwise.modules.trees import cast_tensors, exchange_tensors, mark_first_input, output_tensors
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
@@ -280,7 +279,7 @@ class Engine:
         if failure is None:
             output = self._watch_outputs(place, output)
         self._exit_forward(place, failure)
-        if call.has_backward and len(self.forwards) == 1 and not call.recompute and are_none():
+        if call.has_backward and len(self.forwards) == 1 and not call.recompute and not is_transforming():
             self.log.await_backward(place[0].order)
         return output
 
