@@ -1,5 +1,7 @@
 """Imports, also those inside functions, only point to lower layers of the design."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.layers import MODULES, ROOT, imports_of
@@ -241,3 +243,15 @@ def test_an_import_against_the_order_of_the_folders_is_found(module: str, source
 def test_a_circle_of_imports_is_found() -> None:
     assert circle_in({"a": {"b", "c"}, "b": {"d"}, "c": {"a"}, "d": set()}) == ["a", "c", "a"]
     assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_no_module_of_tests_imports_another() -> None:
+    """What several share is in a rig: a module of tests may be changed without a look at others."""
+    tests = Path(__file__).parent
+    found = [
+        (str(path.relative_to(tests)), name)
+        for path in tests.rglob("test_*.py")
+        for name in imports_of(path.read_text(encoding="utf-8"), path.stem)
+        if name.startswith("tests.") and ".test_" in name and path != Path(__file__)
+    ]
+    assert found == []

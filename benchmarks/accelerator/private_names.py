@@ -48,6 +48,7 @@ NAMES = (
     "torch.autograd.grad_mode._unsafe_preserve_version_counter",
     "torch.distributed._composable.contract",
     "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed.checkpoint.utils._create_file_view",
     "torch.distributed.distributed_c10d._coalescing_manager",
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._world.pg_coalesce_state",

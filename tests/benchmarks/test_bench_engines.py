@@ -22,10 +22,10 @@ from shardwise.plan.hardware.devices import find_device
 from shardwise.plan.simulate.forecast import forecast_of
 from shardwise.plan.simulate.other_engines.model import ordered_as
 from shardwise.plan.simulate.roofline import Roofline
-from tests.plan.dry_run.test_activations import check as check_activations
-from tests.plan.simulate.other_engines import test_memory as memory
-from tests.plan.simulate.other_engines.test_memory import LLAMA, RANKS, held, live_after_forward
-from tests.plan.simulate.test_simulation import HAIR, compute, gather, milliseconds, reduce, release, run
+from tests.plan.rig import check as check_activations
+from tests.plan.simulate.other_engines import rig as memory
+from tests.plan.simulate.other_engines.rig import LLAMA, RANKS, held, live_after_forward
+from tests.plan.simulate.rig import HAIR, compute, gather, milliseconds, reduce, release, run
 from tests.ranks import RankPools
 
 
@@ -35,7 +35,7 @@ def recorded(engine: str, **more: Any) -> Recording:
 
 @pytest.mark.parametrize("engine", ["fsdp1", "deepspeed"])
 def test_a_step_ends_as_it_began(engine: str) -> None:
-    memory.test_a_step_ends_as_it_began(engine)
+    memory.ends_as_it_began(recorded(engine))
 
 
 def test_what_is_asked_for_on_other_streams() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, CollectiveTimeout, ConfigError, PeerError, UsageError
+from shardwise.offload.stores import of_owner
 from tests.engine.rig import Net, Twins, adamw, on_ranks, squares
 from tests.offload.rig import LEAST, failing, momentum, shared_folder
 from tests.optim.rig import same_states
@@ -193,7 +194,7 @@ def test_optimizers_of_several_kinds_have_rooms_of_their_own(of: dict[str, Any])
             twins.optimizers = pair
             twins.train(1)
             same_states(twins)
-    store = twins.engine.root.states
+    store = of_owner(twins.engine.root).states
     nbytes = store.medium.nbytes
     del others, pair, firsts
     twins.optimizers = [momentum(model.parameters()) for model in (twins.plain, twins.sharded)]

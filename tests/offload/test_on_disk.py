@@ -20,6 +20,7 @@ from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
 from shardwise.files.scratch_file import PREFIX, ScratchFile
 from shardwise.offload.resting_state import RestingState
+from shardwise.offload.stores import of_owner
 from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins, batch, on_ranks, squares
 from tests.offload.rig import LEAST, amsgrad, fused, go_on, momentum, on_disk, resident, shared_folder, store
@@ -260,7 +261,7 @@ def test_configurations_are_refused_by_name() -> None:
 def test_the_host_on_cpu_ranks_changes_nothing_and_too_small_a_ring_names_the_least() -> None:
     twins = Twins(offload=sw.Offload(params="cpu", optimizer="cpu"))
     twins.train(2)
-    assert twins.engine.root.states is None
+    assert of_owner(twins.engine.root).states is None
     twins = Twins(offload=on_disk(shared_folder(), ring_bytes=4096))
     twins.backward()
     with pytest.raises(ConfigError, match=r"state of its largest parameter, 'blocks.*': at least 16384 bytes"):
@@ -271,6 +272,7 @@ DIES = """
 import sys, time
 from pathlib import Path
 from shardwise.files.scratch_file import ScratchFile
+from shardwise.offload.stores import of_owner
 file = ScratchFile(Path(sys.argv[1]))
 file.grow(2**26)
 print("there", flush=True)
@@ -370,5 +372,5 @@ def test_frozen_parameters_take_no_room_until_they_train() -> None:
     of_weight, of_bias = (optimizer.state.get(p, {}) for p in model[0].parameters())
     assert not of_weight
     assert isinstance(of_bias["exp_avg"], RestingState)
-    states: Any = require_engine(model).root.states
+    states: Any = of_owner(require_engine(model).root).states
     assert states.medium.nbytes < 2**18

@@ -27,6 +27,7 @@ from shardwise.offload.media.device_buffers import DeviceBuffers
 from shardwise.offload.media.disk import Disk
 from shardwise.offload.media.staged_disk import THREADS, StagedDisk
 from shardwise.offload.shard_store import BUFFERS
+from shardwise.offload.stores import of_owner
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import Order, played
 from tests.offload.played_runs import every_program, goes_on_alike, same_bits_in_order, steps_in_backward
@@ -130,7 +131,7 @@ def test_the_device_and_the_host_have_rings_alone() -> None:
         for _ in range(3):
             model(torch.ones(2, 256)).sum().backward()
         (shards,) = shard_stores(require_engine(model))
-        states = require_engine(model).units[0].states
+        states = of_owner(require_engine(model).units[0]).states
         assert states is not None
         nbytes = 24 * 256 * 256 * 4
         assert isinstance(shards.medium, StagedDisk)

@@ -8,7 +8,7 @@ from shardwise.errors import PlanError
 from shardwise.plan import planner
 from shardwise.plan.report.rendering import page_html, table_text
 from shardwise.plan.search.search import COMPARED, Question
-from tests.plan.test_planner import LLAMA
+from tests.plan.rig import LLAMA
 
 ARGUMENTS: dict[str, Any] = {"gpus_per_node": 2, "seq_len": 64, "micro_batch": [2, 4]}
 

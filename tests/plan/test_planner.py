@@ -16,11 +16,8 @@ from shardwise.plan.search.exploration import nothing_fits
 from shardwise.plan.search.processes import Forecasters
 from shardwise.plan.search.search import Effort, Question, explore, space_of
 from tests.plan.doubles import GIB, formula
+from tests.plan.rig import LLAMA
 
-LLAMA = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 320,
-}  # fmt: skip
 ARGUMENTS = {"gpus_per_node": 2, "seq_len": 64, "micro_batch": [2, 4, 8]}
 
 

@@ -16,8 +16,8 @@ from shardwise.plan.dry_run.recording import Allocate, Free, Recording, UnitMark
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.search.space import search_space
 from tests.engine.cases import FP32, MIXED, Case
-from tests.plan.dry_run.test_step import STATE, Regression, gpt2, job_of, state_of, traffic_of
-from tests.plan.dry_run.test_step import real as real_step
+from tests.plan.rig import STATE, Regression, gpt2, job_of, state_of, traffic_of
+from tests.plan.rig import real as real_step
 
 if TYPE_CHECKING:
     from tests.ranks import RankPools

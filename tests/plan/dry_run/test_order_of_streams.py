@@ -22,7 +22,7 @@ from shardwise.plan.dry_run.step import record
 from tests.comm.nccl_double import doubled
 from tests.engine.cases import FP32, MIXED, Case
 from tests.engine.rig import seeded
-from tests.plan.dry_run.test_step import Regression, job_of
+from tests.plan.rig import Regression, job_of
 
 if TYPE_CHECKING:
     from tests.ranks import RankPools

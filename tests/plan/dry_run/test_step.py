@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, PlanError
 from shardwise.layout.flat import round_up
 from shardwise.plan.dry_run.job import Job
@@ -20,72 +19,18 @@ from shardwise.plan.dry_run.recording import (
     Free,
     Kernel,
     KernelKind,
-    Recording,
     StepPhase,
     UnitMark,
     Wait,
 )
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.models.source import resolve
-from tests.comm.recording import RecordingCollectives
 from tests.engine.cases import CASES, FP32, MIXED, Case
-from tests.engine.rig import Block, Net, recording, seeded
+from tests.engine.rig import Block
+from tests.plan.rig import Regression, gpt2, job_of, real, regression, state_of, traffic_of
 
 if TYPE_CHECKING:
     from tests.ranks import RankPools
-
-STATE = ("param_shards", "gathered_slots", "grad_shards", "reduce_slots", "optimizer", "buffers")
-GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64, "vocab_size": 100}
-
-
-class Regression(Net):
-    """Says what it takes and returns its loss."""
-
-    def example_inputs(self, micro_batch: int, seq_len: int) -> dict[str, Tensor]:
-        return {"x": torch.zeros(micro_batch, 4)}
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = super().forward(x)
-        return output.float().square().mean()
-
-
-def gpt2(**options: Any) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(**{**GPT2, **options})
-    model: nn.Module = AutoModelForCausalLM.from_config(config)
-    return model
-
-
-def job_of(case: Case, precision: sw.Precision, **options: Any) -> Job:
-    return Job(
-        gpu="cpu",
-        gpus_per_node=case.shards if case.replicas > 1 and case.shards > 1 else case.world_size,
-        nodes=case.replicas if case.replicas > 1 and case.shards > 1 else 1,
-        strategy=case.strategy,  # type: ignore[arg-type]
-        reshard_after_forward=case.reshard,
-        precision=precision,
-        **{"micro_batch": 5, **options},
-    )
-
-
-def state_of(recorded: Recording) -> dict[str, int]:
-    held: Counter[str] = Counter()
-    for event in recorded.events:
-        if isinstance(event, Allocate) and event.phase is StepPhase.SETUP:
-            held[event.kind] += event.nbytes
-    return {kind: held[kind] for kind in STATE}
-
-
-def traffic_of(recorded: Recording) -> list[tuple[str, str, int]]:
-    """Of the step: group, op, bytes sent by this rank."""
-    sent = []
-    for event in recorded.events:
-        if isinstance(event, Collective):
-            times = 2 if event.op == "all_reduce" else 1
-            nbytes = times * event.nbytes * (event.ranks - 1) // event.ranks
-            sent.append((event.group, event.op, event.nbytes if event.op == "all_to_all" else nbytes))
-    return sent
 
 
 def muon(parameters: Any) -> torch.optim.Optimizer:
@@ -93,51 +38,11 @@ def muon(parameters: Any) -> torch.optim.Optimizer:
     return sw.optim.whole_matrix(torch.optim.Muon, [{"params": g} for g in groups], adamw={"fused": True})
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, fused=True)
-
-
-def regression() -> nn.Module:
-    return Regression(3)
-
-
 def wide() -> nn.Module:
     """With matrices that have moments in 8 bits, and vectors that have not."""
     model = Regression(2, lambda: Block(72))
     model.enter, model.leave = nn.Linear(4, 72), nn.Linear(72, 3)
     return model
-
-
-def real(
-    case: Case,
-    precision: sw.Precision,
-    make: Any = adamw,
-    build: Any = regression,
-    align: int | None = None,
-    in_backward: bool = False,
-) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
-    with recording():
-        model = case.shard(seeded(build), precision=precision, align=align)
-    optimizer = make(list(model.parameters()))
-    if in_backward:
-        sw.optimizer_in_backward(model, optimizer)
-    mesh = require_engine(model).mesh
-    groups = {"shard": mesh.shard, "replicate": mesh.replicate, "secondary": mesh.secondary}
-    recorded = {name: group for name, group in groups.items() if isinstance(group, RecordingCollectives)}
-    for _ in range(2):
-        start = {name: len(group.events) for name, group in recorded.items()}
-        model(torch.ones(5, 4)).backward()
-        if not in_backward:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad()
-    sent = [
-        (name, "all_reduce" if event.op == "control" else event.op, event.bytes_sent)
-        for name, group in recorded.items()
-        for event in group.events[start[name] :]
-        if event.op in {"all_gather", "reduce_scatter", "all_reduce", "control", "all_to_all"}
-    ]
-    return {kind: sw.memory(model).peak[kind] for kind in STATE}, sent
 
 
 @pytest.mark.parametrize("precision", [FP32, MIXED], ids=["fp32", "mixed"])

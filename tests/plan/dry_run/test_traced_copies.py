@@ -21,7 +21,7 @@ from shardwise.plan.simulate.forecast import forecast_of
 from tests.engine.cases import MIXED
 from tests.engine.rig import seeded
 from tests.engine.streams import played
-from tests.plan.dry_run.test_step import Regression, gpt2
+from tests.plan.rig import Regression, gpt2
 
 if TYPE_CHECKING:
     from tests.ranks import RankPools

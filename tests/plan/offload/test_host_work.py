@@ -13,7 +13,7 @@ from shardwise.plan.offload.host_work import DISK, DOWN, PROCESSORS, UP, HostTas
 from shardwise.plan.simulate.forecast import Forecast
 from shardwise.policy.places import Places
 from shardwise.policy.precision import Precision
-from tests.plan.test_planner import LLAMA
+from tests.plan.rig import LLAMA
 
 TASK = HostTask(
     places=Places("cpu", "cpu"),

@@ -13,69 +13,27 @@ from shardwise.plan.dry_run.recording import (
     Fence,
     Kernel,
     KernelKind,
-    StepEvent,
     StepPhase,
-    UnitMark,
     Wait,
 )
-from shardwise.plan.hardware.devices import Figure, Hardware, Link, find_device, find_interconnect
+from shardwise.plan.hardware.devices import find_interconnect
 from shardwise.plan.hardware.host import usual_host
 from shardwise.plan.simulate.network import Cluster
 from shardwise.plan.simulate.other_engines.model import ordered_as
 from shardwise.plan.simulate.other_engines.order import HostWait, gathering_when_called
-from shardwise.plan.simulate.roofline import KERNEL_S, Efficiency, Roofline
+from shardwise.plan.simulate.roofline import KERNEL_S, Roofline
 from shardwise.plan.simulate.simulation import simulate
 from shardwise.plan.simulate.timeline import Timeline
 from shardwise.plan.simulate.trace import chrome_trace, write_trace
+from tests.plan.simulate.rig import HAIR, WHOLE, compute, device, gather, milliseconds, reduce, release, run
 
-WHOLE = Efficiency(matmul=1.0, attention=1.0, memory=1.0, links=1.0, fusion=0.5)
-RATE = 10**12
 OPERATION_S = usual_host().operation_s.value
 COLLECTIVE_S = usual_host().collective_s.value
-
-
-def device(kind: str = "gpu") -> Hardware:
-    """Moves 1 GB a millisecond within and between devices, and waits for nothing."""
-    rate, hair = Figure(float(RATE), "test"), Figure(1e-15, "test")
-    h100 = find_device("h100-sxm-80gb")
-    return replace(h100, kind=kind, memory=replace(h100.memory, bytes_per_s=rate), link=Link(rate, hair))
-
-
-def compute(milliseconds: float, module: str = "", phase: StepPhase = StepPhase.FORWARD) -> Kernel:
-    return Kernel("k", KernelKind.MEMORY, 7, round(milliseconds * RATE / 1000), "bf16", None, module, phase)
-
-
-def gather(number: int, milliseconds: float, unit: str = "") -> Collective:
-    return Collective(number, "all_gather", "shard", round(milliseconds * RATE / 1000 * 2), 2, unit, StepPhase.FORWARD)
-
-
-def reduce(number: int, milliseconds: float, unit: str = "") -> Collective:
-    nbytes = round(milliseconds * RATE / 1000 * 2)
-    return Collective(number, "reduce_scatter", "shard", nbytes, 2, unit, StepPhase.BACKWARD)
-
-
-def release(unit: str) -> UnitMark:
-    return UnitMark("release", unit, StepPhase.FORWARD)
-
-
-def run(
-    *events: StepEvent | HostWait, slots: int = 3, kind: str = "gpu", compiled: bool = False, separate: bool = False
-) -> Timeline:
-    hardware = device(kind)
-    cluster = Cluster(hardware, find_interconnect("8x400gbps"), 2, 1)
-    return simulate(events, Roofline(hardware, WHOLE, compiled), cluster, slots, separate)
 
 
 def spans_of(step: Timeline, name: str) -> list[tuple[float, float]]:
     """When they begin and end, in milliseconds."""
     return [(milliseconds(span.start_s), milliseconds(span.end_s)) for span in step.spans if span.name == name]
-
-
-def milliseconds(seconds: float) -> float:
-    return seconds * 1000
-
-
-HAIR = 0.5  # what the host needs
 
 
 def test_a_gather_that_nothing_hides_is_exposed() -> None:
