@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import accelerators, device_tools
+from shardwise import device_tools
 from shardwise.errors import CheckpointError, ConfigError, UserError
 from shardwise.modules.deferred_init import materialize
 from shardwise.modules.deferred_init.memory import RealStorages
@@ -168,7 +168,7 @@ def test_an_asynchronous_save_of_what_the_host_keeps_for_a_device_is_refused_bef
 def test_the_peak_of_memory_is_reset_between_the_build_and_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     noted: list[tuple[Any, str]] = [
-        (trainer, "build_optimizer"), (trainer.Trainer, "_go_on"), (accelerators, "reset_peak"),
+        (trainer, "build_optimizer"), (trainer.Trainer, "_go_on"), (device_tools, "reset_peak"),
         (trainer.Trainer, "step"),
     ]  # fmt: skip
     for owner, name in noted:
