@@ -202,6 +202,8 @@ class _Drawing:
             kind = self._weighted({Train: 10, Evaluate: 2, Raise: 2, Freeze: 1, Edit: 1, Save: 1, Load: 2})
             if (kind is Freeze and self._waiting) or (kind is Save and not stepped) or (kind is Load and not saved):
                 kind = Train
+            if kind is Raise and self._uneven:  # is counted in modules: it would be raised on some ranks alone
+                kind = Train
             action = self._action(kind)
             stepped |= isinstance(action, Train) and action.step
             saved |= kind is Save
