@@ -272,7 +272,6 @@ DIES = """
 import sys, time
 from pathlib import Path
 from shardwise.files.scratch_file import ScratchFile
-from shardwise.offload.stores import of_owner
 file = ScratchFile(Path(sys.argv[1]))
 file.grow(2**26)
 print("there", flush=True)

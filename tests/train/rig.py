@@ -24,7 +24,7 @@ from shardwise.train import trainer
 from shardwise.train.config.files import load
 from shardwise.train.config.schema import Config
 
-TINY = """
+_LLAMA = """
 [model.config]
 model_type = "llama"
 hidden_size = 32
@@ -35,7 +35,9 @@ num_attention_heads = 2
 [data]
 source = "texts/*.txt"
 seq_len = 32
-eval_fraction = 0.2
+"""
+
+TINY = f"""{_LLAMA}eval_fraction = 0.2
 
 [train]
 steps = 6
@@ -130,18 +132,7 @@ def train(folder: Path, *overrides: str) -> str:
     return printed.getvalue()
 
 
-AUTO = """
-[model.config]
-model_type = "llama"
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 2
-num_attention_heads = 2
-
-[data]
-source = "texts/*.txt"
-seq_len = 32
-eval_fraction = 0.0
+AUTO = f"""{_LLAMA}eval_fraction = 0.0
 
 [train]
 steps = 2

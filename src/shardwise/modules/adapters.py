@@ -20,11 +20,6 @@ FILE_PREFIX = "base_model.model."
 """Prefix of every name in PEFT's files, which use the names of a PeftModel."""
 
 
-def is_adapted(model: nn.Module) -> bool:
-    """Whether a model contains adapters."""
-    return next(_wrapped(model), None) is not None
-
-
 def base_of(model: nn.Module) -> nn.Module:
     """Return the model inside a PeftModel; any other model as it is."""
     peft: Any = sys.modules.get("peft")
