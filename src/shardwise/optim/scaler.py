@@ -12,7 +12,7 @@ class GradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` that refuses models whose optimizer steps in backward.
 
     An inf or NaN found by one rank makes every rank skip the step, also with torch's own class
-    (`sharded/loss_scaling.py`).
+    (`sharded/extensions/loss_scaling.py`).
 
     Works on CPUs with `device="cpu"`. Every rank must make the same calls; `unscale_` (also inside `step`) costs one
     `all_reduce` of one number for each shard group and dtype of gradients.
