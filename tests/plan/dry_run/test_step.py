@@ -207,6 +207,8 @@ def test_models_that_cannot_be_planned() -> None:
         record(Twofold, job)
     with pytest.raises(PlanError, match="cannot be run dry: ValueError: expected 4D input"):
         record(lambda: nn.BatchNorm2d(4), job)
+    with pytest.raises(PlanError, match=r"a plan calls it with input; if it needs others, .* example_inputs\("):
+        record(lambda: nn.BatchNorm2d(4), job)
     with pytest.raises(PlanError, match="rank=8: must be a rank from 0 to 7"):
         record(gpt2, job, rank=8)
     with pytest.raises(ConfigError, match="no such module"):

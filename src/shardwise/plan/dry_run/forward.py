@@ -84,8 +84,19 @@ class TrainingForward:
         return torch.zeros(self._job.micro_batch, channels, height, width)
 
     def loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Run one forward and return the loss. Raises PlanError if the outputs give no loss."""
-        output = model(**inputs)
+        """Run one forward and return the loss. An error of the model's own gets a note that says what it was called with.
+
+        Raises PlanError if the outputs give no loss.
+        """
+        try:
+            output = model(**inputs)
+        except Exception as error:
+            if self._own is None:
+                error.add_note(
+                    f"a plan calls it with {', '.join(inputs)}; if it needs others, or other shapes, give it a "
+                    "method example_inputs(micro_batch, seq_len) that returns a dict of its forward's arguments"
+                )
+            raise
         name = type(model).__name__
         own = output if isinstance(output, Tensor) else getattr(output, "loss", None)
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)

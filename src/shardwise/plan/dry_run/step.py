@@ -354,4 +354,5 @@ def _explained() -> Iterator[None]:
     except UnsupportedOperatorException as error:
         raise PlanError(f"the model cannot be run dry: {one_line(error)} has no shape function") from error
     except Exception as error:
-        raise PlanError(f"the model cannot be run dry: {one_line(error, with_type=True)}") from error
+        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+        raise PlanError(f"the model cannot be run dry: {one_line(error, with_type=True)}{notes}") from error
