@@ -84,7 +84,7 @@ class TrainingForward:
         return torch.zeros(self._job.micro_batch, channels, height, width)
 
     def loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Run one forward and return the loss. An error of the model's own gets a note that says what it was called with.
+        """Run one forward and return the loss. An error of the model's own gets a note of what it was called with.
 
         Raises PlanError if the outputs give no loss.
         """
