@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,8 @@ from shardwise.policy.settings import ARGUMENTS, RUN, SHARD, tree_of, values_in,
 from shardwise.policy.strategy import Strategy
 from shardwise.train.config.schema import Config
 from tools.settings_table import MARKED, PAGE, table
+
+ROOT = Path(__file__).parents[2]
 
 NEW = """
 # One more line in the description, and nothing else.
@@ -95,7 +99,14 @@ print(table())
 
 
 def test_a_new_setting_is_everywhere_once_it_is_described(tmp_path: object) -> None:
-    done = subprocess.run([sys.executable, "-c", NEW], capture_output=True, text=True, cwd=str(tmp_path))
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", NEW],
+        capture_output=True,
+        text=True,
+        cwd=str(tmp_path),
+        env=os.environ | {"PYTHONPATH": paths},
+    )
     assert done.returncode == 0, done.stderr
     help_, listed = done.stdout.split("| setting |")
     assert "--volume <str>" in help_
