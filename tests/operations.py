@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 
 
 @contextmanager

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import accelerators, device_tools
-from shardwise.engine.mesh import build_mesh
 from shardwise.errors import MeshError
-from shardwise.policy.strategy import Strategy
+from shardwise.fsdp.mesh import build_mesh
+from shardwise.fsdp.strategy import Strategy
 from tests.engine.rig import on_ranks
 
 SOURCE = Path(accelerators.__file__).parent

@@ -1,5 +1,6 @@
 """Imports, also those inside functions, only point to lower layers of the design."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tests.layers import MODULES, ROOT, imports_of
 # What each package may import besides itself. Packages of one layer may not import each other.
 LAYERS = [
     {"accelerators", "errors", "liveness", "registry", "suggest", "tables", "toml_text"},
+    {"fsdp"},
     {"device_tools", "layout", "policy", "foreign", "hub", "together"},
     {"comm", "files"},
     {"sharded"},
@@ -22,14 +24,14 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 SELF = {
-    "jax": {"errors", "suggest", "tables", "hub", "together", "layout", "policy", "files", "checkpoint"}
+    "jax": {"errors", "suggest", "tables", "hub", "together", "fsdp", "layout", "policy", "files", "checkpoint"}
 }  # beside the layers
 USERS_OF_SELF = {"train", "cli"}
 # What each folder or module of a package may import of that package; "." is the modules that are not named.
 ROOMS: dict[str, dict[str, set[str]]] = {
     "comm": {".": set(), "backends": {"."}},
     "offload": {"media": set(), ".": {"media"}},
-    "engine": {"units": set(), ".": {"units"}, "extensions": {"units", "."}, "setup": {"units", ".", "extensions"}},
+    "engine": {".": set(), "extensions": {"."}, "setup": {".", "extensions"}},
     "checkpoint": {
         "io": set(),
         "names": {"io"},
@@ -76,6 +78,8 @@ NO_TORCH = {
     "together",
     "files",
     "jax",
+    "shardwise.fsdp.layout",
+    "shardwise.fsdp.strategy",
 }
 TOP = "the package itself"
 
@@ -95,9 +99,11 @@ def violations(source: str, module: str) -> list[str]:
     own = package_of(module)
     found = []
     for name in imports_of(source, module):
-        if name.split(".")[0] == "torch" and own in NO_TORCH:
+        if name.split(".")[0] == "torch" and (own in NO_TORCH or module in NO_TORCH):
             found.append(f"{module} imports {name}: {own} may not know torch")
         target = package_of(name)
+        if target == "fsdp" and own in NO_TORCH and ".".join(name.split(".")[:3]) not in NO_TORCH:
+            found.append(f"{module} imports {name}, which knows torch")
         if target is None or target == own or own == TOP or allowed(own, target):
             continue
         found.append(f"{module} imports {name}: {own} may not import {target}")
@@ -112,6 +118,19 @@ def allowed(own: str | None, target: str) -> bool:
     if target in SELF:
         return own in USERS_OF_SELF
     return own in LEVEL and target in LEVEL and LEVEL[target] < LEVEL[own]
+
+
+def reading_order() -> list[str]:
+    """Return the modules of the engine in the order in which they are read, as the package names them."""
+    text = (ROOT / "fsdp" / "__init__.py").read_text(encoding="utf-8")
+    _, _, listed = text.partition("In reading order: ")
+    return [f"shardwise.fsdp.{name}" for name in re.findall(r"`(\w+)`", listed)]
+
+
+def later_ones(source: str, module: str, order: list[str]) -> list[str]:
+    """Return the modules that one of the engine's imports, also for types, though they are read after it."""
+    later = order[order.index(module) :]
+    return [name for name in imports_of(source, module) if any(f"{name}.".startswith(f"{each}.") for each in later)]
 
 
 def room_of(name: str, package: str) -> str | None:
@@ -169,6 +188,20 @@ def test_imports_follow_the_order_of_the_folders(module: str) -> None:
     assert room_violations(MODULES[module].read_text(encoding="utf-8"), module) == []
 
 
+@pytest.mark.parametrize("module", reading_order())
+def test_the_engine_is_read_in_the_order_of_its_imports(module: str) -> None:
+    assert later_ones(MODULES[module].read_text(encoding="utf-8"), module, reading_order()) == []
+
+
+def test_every_module_of_the_engine_is_in_the_reading_order() -> None:
+    assert sorted([*reading_order(), "shardwise.fsdp.__init__"]) == [name for name in MODULES if ".fsdp." in name]
+
+
+def test_an_import_of_a_later_module_of_the_engine_is_found() -> None:
+    source = "if TYPE_CHECKING:\n    from shardwise.fsdp.engine import Engine\nfrom shardwise.fsdp.layout import Entry"
+    assert later_ones(source, "shardwise.fsdp.unit", reading_order()) == ["shardwise.fsdp.engine.Engine"]
+
+
 @pytest.mark.parametrize("package", ROOMS)
 def test_every_folder_has_a_place_in_the_order(package: str) -> None:
     paths = list((ROOT / package).iterdir())
@@ -195,14 +228,14 @@ def test_every_package_has_a_layer() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("shardwise.layout.flat", "import torch"),
-        ("shardwise.layout.flat", "def f():\n    from torch import Tensor"),
-        ("shardwise.layout.flat", "from ..policy import strategy"),
-        ("shardwise.engine.units.unit", "from shardwise import train"),
-        ("shardwise.engine.units.unit", "if TYPE_CHECKING:\n    from shardwise.optim.clip import clip"),
-        ("shardwise.engine.units.unit", "import shardwise"),
+        ("shardwise.fsdp.layout", "import torch"),
+        ("shardwise.fsdp.layout", "def f():\n    from torch import Tensor"),
+        ("shardwise.fsdp.layout", "from ..policy import strategy"),
+        ("shardwise.fsdp.unit", "from shardwise import train"),
+        ("shardwise.fsdp.unit", "if TYPE_CHECKING:\n    from shardwise.optim.clip import clip"),
+        ("shardwise.fsdp.unit", "import shardwise"),
         ("shardwise.optim.clip", "from shardwise.checkpoint import save"),
-        ("shardwise.jax.shard", "import shardwise.engine.units.unit"),
+        ("shardwise.jax.shard", "import shardwise.fsdp.unit"),
         ("shardwise.jax.shard", "from shardwise.train.config.schema import Config"),
         ("shardwise.checkpoint.saving", "import shardwise.jax"),
         ("shardwise.jax.report.memory", "import torch"),
@@ -216,11 +249,11 @@ def test_an_import_that_points_up_or_aside_is_found(module: str, source: str) ->
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("shardwise.engine.units.unit", "from ...layout.flat import FlatLayout\nfrom . import arena\nimport torch"),
+        ("shardwise.fsdp.unit", "from .layout import FlatLayout\nfrom . import slots\nimport torch"),
         ("shardwise.cli.app", "from shardwise.train.config.schema import load"),
         ("shardwise.train.trainer", "import shardwise as sw"),
         ("shardwise.train.on_jax.trainer", "import shardwise.jax as swj"),
-        ("shardwise.layout.__init__", "from .flat import FlatLayout"),
+        ("shardwise.layout.__init__", "from .groups import of"),
     ],
 )
 def test_an_import_that_points_down_is_fine(module: str, source: str) -> None:

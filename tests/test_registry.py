@@ -3,7 +3,7 @@
 from unittest import mock
 
 from shardwise import registry
-from shardwise.comm.select import collectives_for
+from shardwise.fsdp.torch_collectives import collectives_for
 from tests.ranks import RankPools
 
 

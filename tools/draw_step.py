@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.dry import DryCollectives
-from shardwise.comm.protocol import Buffer, BufferKind, Combine, FlatSpan, Reduction, Work
-from shardwise.engine.collective_log import CollectiveLog
-from shardwise.engine.mesh import Mesh
+from shardwise.fsdp.collective_log import CollectiveLog
+from shardwise.fsdp.collectives import Buffer, BufferKind, Combine, FlatSpan, Reduction, Work
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.torch_collectives import DryCollectives
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "step.svg"
 BLOCKS = 4

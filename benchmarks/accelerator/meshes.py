@@ -8,9 +8,8 @@ import torch.distributed as dist
 
 from benchmarks.accelerator.device import played
 from shardwise.comm.backends.tree_channel import channel_of
-from shardwise.comm.dry import DryCollectives
-from shardwise.comm.on_streams import StreamCollectives
-from shardwise.engine.mesh import Mesh
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.torch_collectives import DryCollectives, StreamCollectives
 
 FAKE_WORLD = 8
 

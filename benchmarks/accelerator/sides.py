@@ -23,7 +23,7 @@ from benchmarks.accelerator.row import NO_ACCELERATOR, Row, Verdict, figure, imp
 from benchmarks.accelerator.trace import Trace, profiled, spread
 from benchmarks.accelerator.waits import waits
 from shardwise.engine.lookup import require_engine
-from shardwise.engine.mesh import Mesh
+from shardwise.fsdp.mesh import Mesh
 
 FSDP2_SHARE = 0.35
 """Of FSDP2's host time a unit: the target that `overhead.py` has on CPUs."""

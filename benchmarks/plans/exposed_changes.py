@@ -24,7 +24,7 @@ from torch import nn
 
 from benchmarks.plans.exposed import ENGINES, cells, job_of
 from shardwise.engine.setup.planners import planners_for
-from shardwise.engine.shard_core import choose_units
+from shardwise.fsdp.shard import choose_units
 from shardwise.plan.dry_run.recording import Collective, Kernel, Recording, StepEvent, StepPhase, Wait
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.models.source import resolve

@@ -28,9 +28,9 @@ import shardwise as sw
 from benchmarks.accelerator.meshes import FAKE_WORLD, fake_world
 from benchmarks.accelerator.models import LlamaShape, LlamaStack
 from benchmarks.common import facts, report
-from shardwise.engine import shard_core
-from shardwise.engine.mesh import Mesh
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.fsdp import shard as shard_core
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 
 DEVICE = torch.device("cpu")
 BLOCKS = (2, 6)

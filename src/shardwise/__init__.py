@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from shardwise import checkpoint, optim, plan
     from shardwise.engine.setup.forward_methods import register_forward_method
     from shardwise.engine.setup.shard import shard
+    from shardwise.fsdp.sharded_parameter import ShardedParameter
+    from shardwise.fsdp.strategy import Precision, Strategy
     from shardwise.model_tools.by_hand import reshard, unshard
     from shardwise.model_tools.describe import describe
     from shardwise.model_tools.memory import memory
@@ -25,18 +27,15 @@ if TYPE_CHECKING:
     from shardwise.optim.in_backward import optimizer_in_backward
     from shardwise.optim.scaler import GradScaler
     from shardwise.policy.offload import Offload
-    from shardwise.policy.precision import Precision
-    from shardwise.policy.strategy import Strategy
-    from shardwise.sharded.parameter import ShardedParameter
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "GradScaler": "optim.scaler",
     "Offload": "policy.offload",
-    "Precision": "policy.precision",
-    "ShardedParameter": "sharded.parameter",
-    "Strategy": "policy.strategy",
+    "Precision": "fsdp.strategy",
+    "ShardedParameter": "fsdp.sharded_parameter",
+    "Strategy": "fsdp.strategy",
     "clip_grad_norm_": "optim.clip",
     "describe": "model_tools.describe",
     "full_state_dict": "model_tools.unsharded",

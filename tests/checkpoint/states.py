@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from tests.engine.cases import Case
 from tests.engine.rig import Net, adamw, batch, squares
 

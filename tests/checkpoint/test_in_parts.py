@@ -16,7 +16,7 @@ from shardwise.checkpoint.format import optimizer_state
 from shardwise.checkpoint.format.local_tensor import piece_of
 from shardwise.checkpoint.staging import StagingBuffer
 from shardwise.errors import CheckpointError, UsageError
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from tests.checkpoint.states import everything, same, step
 from tests.engine.cases import Case
 from tests.engine.rig import Net, adamw, on_ranks

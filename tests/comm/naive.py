@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shardwise.comm.backends.gloo import GlooCollectives
 from shardwise.comm.backends.shared_memory.collectives import ShmCollectives
-from shardwise.comm.protocol import Collectives
-from shardwise.comm.torch_collectives import TorchCollectives
+from shardwise.fsdp.collectives import Collectives
+from shardwise.fsdp.torch_collectives import TorchCollectives
 
 KINDS = ("gloo", "shm")
 """Collectives that add in rank order."""

@@ -35,9 +35,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from shardwise import accelerators
-from shardwise.comm import on_streams
 from shardwise.comm.backends.tree_channel import channel_of
-from shardwise.engine import mesh as mesh_module
+from shardwise.fsdp import mesh as mesh_module
+from shardwise.fsdp import torch_collectives as on_streams
 from tests.engine.streams import Stream
 
 BACKEND = "nccl_double"

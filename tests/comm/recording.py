@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shardwise.comm.protocol import (
+from shardwise.fsdp.collectives import (
     FINISHED,
     AllToAllPart,
     Buffer,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardwise.comm.dry import DryCollectives
-from shardwise.comm.protocol import BufferKind, FlatSpan, Reduction
+from shardwise.fsdp.collectives import BufferKind, FlatSpan, Reduction
+from shardwise.fsdp.torch_collectives import DryCollectives
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

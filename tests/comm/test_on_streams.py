@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import on_streams
-from shardwise.comm.on_streams import StreamCollectives
-from shardwise.comm.protocol import BufferKind, FlatSpan, Reduction
+from shardwise.fsdp import torch_collectives as on_streams
+from shardwise.fsdp.collectives import BufferKind, FlatSpan, Reduction
+from shardwise.fsdp.torch_collectives import StreamCollectives
 from tests.comm.nccl_double import BACKEND, KNOWN, Launch, NcclDouble, doubled, streams
 from tests.engine.rig import on_ranks
 

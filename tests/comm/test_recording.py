@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm.dry import DryCollectives
-from shardwise.comm.protocol import BufferKind, FlatSpan, Reduction
+from shardwise.fsdp.collectives import BufferKind, FlatSpan, Reduction
+from shardwise.fsdp.torch_collectives import DryCollectives
 from tests.comm.naive import collectives
 from tests.comm.recording import Event, RecordingCollectives
 from tests.ranks import RankPools

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.comm import summation
 from shardwise.comm.backends.rank_order_sum import RankOrderSum
-from shardwise.comm.summation import MOST_BATCH_BYTES, BatchedAddition
+from shardwise.fsdp import buffers as summation
+from shardwise.fsdp.buffers import MOST_BATCH_BYTES, BatchedAddition
 from tests.comm.naive import FLOATS, same_bits, sum_in_rank_order, values
 from tests.operations import counted
 

@@ -23,7 +23,7 @@ from shardwise.compat import fsdp2 as ours
 from shardwise.compat.common import without_effect
 from shardwise.compat.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from shardwise.errors import UsageError
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from tests.engine.rig import Net, batch, on_ranks, seeded, squares
 
 

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine import mesh as mesh_module
-from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import require_engine
-from shardwise.engine.units.unit import Unit
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.fsdp import mesh as mesh_module
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.sharded_parameter import ShardedParameter
+from shardwise.fsdp.unit import Unit
 from tests.comm.recording import Event, RecordingCollectives
 
 Loss = Callable[[nn.Module, Tensor], Tensor]

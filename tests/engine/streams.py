@@ -38,13 +38,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from shardwise import accelerators, device_tools
-from shardwise.comm import on_streams
-from shardwise.engine import mesh as mesh_module
 from shardwise.files.scratch_file import ScratchFile
 from shardwise.files.thread_pool import ThreadPool
+from shardwise.fsdp import mesh as mesh_module
+from shardwise.fsdp import torch_collectives as on_streams
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.offload import host_threads
 from shardwise.offload.media import disk as disk_module
-from shardwise.sharded.parameter import ShardedParameter
 
 # Inside `played`, the functions of `torch.distributed` are replaced by watched ones.
 _all_reduce = dist.all_reduce

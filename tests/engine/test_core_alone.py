@@ -10,9 +10,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import registry
-from shardwise.engine.hooks import EngineHooks, Forwards
-from shardwise.engine.reducer import Reducer
-from shardwise.engine.unsharder import Unsharder
+from shardwise.fsdp.engine import EngineHooks, Forwards
+from shardwise.fsdp.reducer import Reducer
+from shardwise.fsdp.unsharder import Unsharder
 from tests.engine.rig import Net, Twins, on_ranks, unwarned
 
 SEAMS = {"engine", "reducer", "unsharder", "saved tensors"}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.units.parameters import ParameterState
 from shardwise.errors import ConfigError, UsageError
+from shardwise.fsdp.parameter_group import ParameterState
 from tests.engine.rig import Block, Net, Twins, batch, count, on_ranks, recording, seeded, squares, unwarned
 
 STRATEGIES = ["no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2"]

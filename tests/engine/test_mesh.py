@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardwise as sw
 from shardwise import registry
 from shardwise.engine.lookup import require_engine
-from shardwise.engine.mesh import build_mesh
 from shardwise.errors import MeshError
-from shardwise.policy.strategy import Strategy
+from shardwise.fsdp.mesh import build_mesh
+from shardwise.fsdp.strategy import Strategy
 from tests.engine.rig import on_ranks
 
 

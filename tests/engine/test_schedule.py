@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.engine.schedule import Event, Phase, Schedule
+from shardwise.fsdp.schedule import Event, Phase, Schedule
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 ORDER = [Event(F, 0), Event(F, 1), Event(F, 2), Event(B, 2), Event(B, 1), Event(B, 0)]
@@ -82,7 +82,7 @@ def test_predictions_are_the_last_steps_rest_while_it_is_repeated(before: list[E
 
 
 def test_units_called_without_their_root_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.engine.schedule.LONGEST", 4)
+    monkeypatch.setattr("shardwise.fsdp.schedule.LONGEST", 4)
     schedule = Schedule()
     for _ in range(20):
         schedule.record(ORDER[0])

@@ -62,7 +62,7 @@ TRAIN = """
             found.append(loss.item())
         return found
 
-    from shardwise.engine.shard_core import Precision, Strategy, shard
+    from shardwise.fsdp.shard import Precision, Strategy, shard
 
     def sharded(strategy, precision=None):
         def engine(model):
@@ -119,6 +119,6 @@ def test_the_core_alone_trains(package: Path, tmp_path: Path) -> None:
     assert Path(where).parent.parent == package
     loaded = set(names.split())
     print(*sorted(loaded), sep="\n")
-    assert "shardwise.engine.shard_core" in loaded
+    assert "shardwise.fsdp.shard" in loaded
     assert [name for name in loaded if name.startswith(("shardwise.engine.setup", "shardwise.modules.deferred"))] == []
     assert [name for name in loaded if name.split(".")[1] in FORBIDDEN] == []

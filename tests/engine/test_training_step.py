@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.engine.setup.torch_patches import give_sharded_parameters
 from shardwise.errors import UsageError
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.sharded.extensions.waiting import WaitingGradient
-from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins, batch, count, on_ranks, recording, seeded, squares
 
 STRATEGIES = ["no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2"]

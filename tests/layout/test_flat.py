@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.layout.flat import FlatLayout, build_layout, round_up
-from shardwise.layout.fragment import Fragment
+from shardwise.fsdp.layout import FlatLayout, Fragment, build_layout, round_up
 
 Shapes = list[tuple[int, ...]]
 

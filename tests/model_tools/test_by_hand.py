@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise.engine.units.parameters import ParameterState
 from shardwise.errors import MismatchError, UsageError
+from shardwise.fsdp.parameter_group import ParameterState
 from tests.engine.cases import AT_MOST_TWO_AND_FOUR, Case, collectives
 from tests.engine.rig import Block, Net, Twins, batch, count, on_ranks, recording, seeded, squares, unwarned, warned
 from tests.ranks import RankPools

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.offload.resting_state import RestingState
 from shardwise.sharded.extensions.offloaded import slice_of
-from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins
 from tests.engine.streams import played
 from tests.offload.rig import Adapted, amsgrad, momentum, plain_adam

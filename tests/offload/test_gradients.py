@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.engine.extensions.offloaded import gradient_stores
-from shardwise.engine.in_flight import Flight, InFlight
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
+from shardwise.fsdp.reducer import Flight, InFlight
 from shardwise.offload.media.device_buffers import DeviceBuffers
 from shardwise.offload.media.host_memory import HostMemory
 from shardwise.offload.offloaded_slice import OffloadedSlice, SliceState

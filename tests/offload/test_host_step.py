@@ -17,12 +17,12 @@ import shardwise as sw
 from shardwise import device_tools
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, PeerError, UsageError
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.offload import host_step, host_threads
 from shardwise.offload.host_step import HostStep
 from shardwise.offload.media.host_memory import HostMemory
 from shardwise.offload.stores import of_owner
 from shardwise.sharded.extensions.offloaded import OffloadedParameter
-from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
 from tests.offload.played_runs import same_bits_in_order, steps_in_backward, to_the_device_and_back

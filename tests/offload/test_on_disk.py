@@ -19,9 +19,9 @@ import shardwise as sw
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
 from shardwise.files.scratch_file import PREFIX, ScratchFile
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.offload.resting_state import RestingState
 from shardwise.offload.stores import of_owner
-from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins, batch, on_ranks, squares
 from tests.offload.rig import LEAST, amsgrad, fused, go_on, momentum, on_disk, resident, shared_folder, store
 from tests.optim.rig import Tied, same_states

@@ -25,13 +25,13 @@ from shardwise.engine.extensions.offloaded import shard_stores
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
 from shardwise.files.scratch_file import ScratchFile
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.offload.media.disk import Disk, OnThread
 from shardwise.offload.offloaded_slice import OffloadedSlice, SliceState
 from shardwise.offload.resting_state import RestingState
 from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.sharded.extensions.few_bits import FewBitsParameter
 from shardwise.sharded.extensions.offloaded import slice_of, slices_of
-from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
 from tests.offload.rig import LEAST, Adapted, amsgrad, go_on, momentum, plain_adam, resident, shared_folder
 from tests.optim.rig import Tied, same_states

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError, UsageError
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.offload.resting_state import RestingState
 from shardwise.optim.block_placement import cuts_at
 from shardwise.optim.eight_bits import BLOCK_NUMEL, Code, blocks_of
-from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
 from tests.optim.rig import same_states

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.model_tools.reduction import sync_gradients
-from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Block, Net, Twins, adamw, batch, on_ranks, squares
 from tests.optim.rig import Late, Tied, Twice, same_states
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.comm.select import collectives_for
+from shardwise.fsdp.sharded_parameter import ShardedParameter
+from shardwise.fsdp.torch_collectives import collectives_for
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.scaler import GradScaler
-from shardwise.sharded.parameter import ShardedParameter
 from tests.ranks import RankPools
 from tests.sharded.threads import cut, randn
 

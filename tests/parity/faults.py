@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.protocol import FINISHED, Buffer, Reduction, Work
-from shardwise.comm.summation import ScaledAddition
-from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import require_engine
-from shardwise.engine.saved_tensors import SavedTensors
-from shardwise.engine.units.arena import Slot
-from shardwise.engine.units.gradients import UnitGradients
-from shardwise.engine.units.parameters import Slices, UnitParameters
-from shardwise.engine.units.unit import Unit
-from shardwise.engine.unsharder import Unsharder
+from shardwise.fsdp.buffers import ScaledAddition
+from shardwise.fsdp.collectives import FINISHED, Buffer, Reduction, Work
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.gradients import UnitGradients
+from shardwise.fsdp.parameter_group import Slices, UnitParameters
+from shardwise.fsdp.saved_tensors import SavedTensors
+from shardwise.fsdp.slots import Slot
+from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.unsharder import Unsharder
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.training import Outcome, build, optimizer_of, train
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.app import run
+from shardwise.fsdp.strategy import Precision
 from shardwise.plan import cache
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.operations import _GROUPED_COSTS
@@ -20,7 +21,6 @@ from shardwise.plan.models.source import ModelSource, resolve
 from shardwise.plan.models.transformers_models import cached_description, described
 from shardwise.plan.search.evaluator import Evaluator, cached_forecast
 from shardwise.plan.simulate.forecast import forecast, forecast_of, recorded
-from shardwise.policy.precision import Precision
 
 ROOT = Path(__file__).parents[2]
 TINY = {

@@ -12,7 +12,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import ConfigError
-from shardwise.policy.precision import dtype_name
+from shardwise.fsdp.strategy import dtype_name
 
 FIELDS = ("param", "reduce", "master", "output", "buffers")
 
@@ -54,7 +54,7 @@ def test_the_nearest_name_is_offered() -> None:
 def test_layout_and_policy_import_no_torch() -> None:
     code = """
 import sys
-import shardwise.layout.flat, shardwise.layout.groups, shardwise.policy.precision, shardwise.policy.strategy
+import shardwise.fsdp.layout, shardwise.layout.groups, shardwise.fsdp.strategy, shardwise.fsdp.strategy
 sys.exit('torch' in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

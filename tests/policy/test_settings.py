@@ -12,8 +12,8 @@ import pytest
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.fsdp.strategy import Strategy
 from shardwise.policy.settings import ARGUMENTS, RUN, SHARD, tree_of, values_in, words
-from shardwise.policy.strategy import Strategy
 from shardwise.train.config.schema import Config
 from tools.settings_table import MARKED, PAGE, table
 

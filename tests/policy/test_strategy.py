@@ -9,7 +9,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import ConfigError
-from shardwise.policy.strategy import OTHER_NAMES, Strategy
+from shardwise.fsdp.strategy import OTHER_NAMES, Strategy
 
 NAMES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2")
 

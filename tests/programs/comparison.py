@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.sharded.extensions.waiting import WaitingGradient
-from shardwise.sharded.parameter import ShardedParameter
 from tests.programs.parts import EXPERTS
 from tests.programs.program import Node, Program, Raise, Train
 from tests.programs.sides import Plain, Seen, Sharded

@@ -142,14 +142,14 @@ def skipped_call_not_passed() -> AbstractContextManager[Any]:
 
 def overwritten_gradient() -> AbstractContextManager[Any]:
     """A second gradient of a parameter takes the place of the first."""
-    from shardwise.comm.summation import ScaledAddition
+    from shardwise.fsdp.buffers import ScaledAddition
 
     return at("comm.summation:ScaledAddition.add", lambda original: ScaledAddition.write)
 
 
 def wrong_world_size() -> AbstractContextManager[Any]:
     """Gradients are scaled by the size of the shard group."""
-    from shardwise.comm.summation import ScaledAddition
+    from shardwise.fsdp.buffers import ScaledAddition
 
     def change(original: Change) -> Change:
         def init(self: Any, mesh: Any, *more: Any, **named: Any) -> None:

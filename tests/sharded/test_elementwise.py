@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardwise.errors import UsageError
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from tests.sharded.threads import cut, on_threads, randn
 
 SHAPES = [(5, 3), (7,), (), (0,), (16, 4)]

@@ -16,9 +16,9 @@ ALONE = """
     import torch
     from torch import nn
     from shardwise.errors import UsageError
-    from shardwise.layout.flat import build_layout
-    from shardwise.sharded.parameter import ShardedParameter
-    from shardwise.sharded.placement import Placement
+    from shardwise.fsdp.layout import build_layout
+    from shardwise.fsdp.sharded_parameter import ShardedParameter
+    from shardwise.fsdp.sharded_parameter import Placement
 
     assert not [name for name in sys.modules if name.startswith("shardwise.sharded.extensions.")]
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.errors import UsageError
-from shardwise.layout.flat import build_layout
-from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.placement import Placement
+from shardwise.fsdp.layout import build_layout
+from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter
 from tests.sharded.threads import cut, on_threads, randn
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=5)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise import accelerators
 from shardwise.errors import UsageError
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.sharded.extensions import reductions
-from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, batch, on_ranks, seeded
 from tests.sharded.threads import cut, on_threads, randn
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import UsageError
+from shardwise.fsdp.engine import Engine
 from shardwise.model_tools.release import release
 from shardwise.sharded.extensions import unit_gather
 from shardwise.sharded.extensions.dtensor_names import FlatPieces

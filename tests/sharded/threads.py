@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import FINISHED, Finished
 from shardwise.engine.setup.torch_patches import install
-from shardwise.layout.flat import build_layout
-from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.placement import Placement
+from shardwise.fsdp.collectives import FINISHED, Finished
+from shardwise.fsdp.layout import build_layout
+from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter
 
 install()  # as `sw.shard` does first
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import latest
 from shardwise.errors import ConfigError, UserError
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.train import trainer
 from shardwise.train.config.files import load
 from tests.ranks import RankPools

@@ -28,8 +28,8 @@ from benchmarks.accelerator.ranks import RANKS, on_two_ranks
 from benchmarks.accelerator.row import NO_ACCELERATOR, Row, correct, figure, impossible
 from benchmarks.accelerator.twins import Course, Steps
 from benchmarks.common.gpt import GPT, GPTShape
-from shardwise.comm import on_streams
-from shardwise.comm.on_streams import StreamCollectives
+from shardwise.fsdp import torch_collectives as on_streams
+from shardwise.fsdp.torch_collectives import StreamCollectives
 
 _CYCLES = 2_000_000
 """About a millisecond."""

@@ -22,8 +22,8 @@ from benchmarks.accelerator.row import NO_ACCELERATOR, Row, correct, failed, fig
 from benchmarks.accelerator.trace import profiled
 from benchmarks.accelerator.twins import Plain, Steps
 from benchmarks.common.gpt import GPT
-from shardwise.comm.on_streams import StreamCollectives
-from shardwise.comm.protocol import BufferKind, FlatSpan
+from shardwise.fsdp.collectives import BufferKind, FlatSpan
+from shardwise.fsdp.torch_collectives import StreamCollectives
 from shardwise.plan.simulate.forecast import NCCL_BYTES
 
 _DTYPES = (

@@ -28,7 +28,7 @@ from benchmarks.doors.fsdp2.on_cpu import CudaOnCpu, ToCpu
 from shardwise.comm.backends.gloo import GlooCollectives
 from shardwise.comm.backends.shared_memory.collectives import ShmCollectives
 from shardwise.compat import fsdp2
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 
 FOLDER = "test/distributed/_composable/fsdp"
 FILES = (

@@ -19,7 +19,7 @@ from benchmarks.plans.published.mpt import MPT, MPTShape
 from benchmarks.plans.published.mpt import Block as MPTBlock
 from benchmarks.plans.published.other_engines.job import PublishedJob
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.policy.precision import Precision
+from shardwise.fsdp.strategy import Precision
 
 DATA = HERE / "data" / "published.jsonl"
 OUT_OF_MEMORY = DATA.parent / "out_of_memory.jsonl"

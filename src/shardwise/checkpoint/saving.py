@@ -30,13 +30,13 @@ from shardwise.checkpoint.publish.writing import Writing, check_arguments, publi
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
 from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
 from shardwise.checkpoint.staging import StagingBuffer
-from shardwise.engine.collective_log import SyncPoint
-from shardwise.engine.engine import Engine
 from shardwise.engine.extensions import backward_steps
 from shardwise.engine.extensions.offloaded import shard_stores
 from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
+from shardwise.fsdp.collective_log import SyncPoint
+from shardwise.fsdp.engine import Engine
 from shardwise.modules.adapters import adapter_config
 from shardwise.offload.step import stores_of
 

@@ -11,7 +11,7 @@ from shardwise import accelerators, device_tools
 from shardwise.checkpoint.format.local_tensor import Piece, PieceAtRest, PieceInFewBits, StateAtRest
 from shardwise.errors import UsageError
 from shardwise.files.direct import PAGE_BYTES, huge_page_buffer
-from shardwise.layout.flat import round_up
+from shardwise.fsdp.layout import round_up
 
 _ALIGN_BYTES = 64
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import ConfigError, PlanError
 from shardwise.foreign.files import SUFFIXES, read
 from shardwise.foreign.settings import ForeignSettings
+from shardwise.fsdp.strategy import Precision
 from shardwise.policy.adapters import Adapters
 from shardwise.policy.places import Places
-from shardwise.policy.precision import Precision
 from shardwise.policy.settings import RUN, values_in, words
 
 if TYPE_CHECKING:

@@ -212,8 +212,8 @@ def _sent(compiled: Mapping[str, Any], widened: bool) -> Iterator[Sent]:
 def _of_torch(asked: Asked) -> list[Row]:
     """Return a row with the torch engine's forecast for each setting; none, and a printed note, if torch is missing or
     the engine does not support a setting."""
+    from shardwise.fsdp.strategy import Precision
     from shardwise.plan.search.exploration import needed_bytes
-    from shardwise.policy.precision import Precision
 
     try:
         from shardwise.plan import forecast

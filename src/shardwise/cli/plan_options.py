@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.errors import PlanError
-from shardwise.policy.precision import Precision
+from shardwise.fsdp.strategy import Precision
 from shardwise.policy.settings import RUN, Setting
 
 CALIBRATED = Path("hardware.toml")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from shardwise.comm.protocol import Collectives, Combine
 from shardwise.errors import one_line
+from shardwise.fsdp.collectives import Collectives, Combine
 from shardwise.together import Together
 
 

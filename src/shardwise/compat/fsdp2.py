@@ -27,11 +27,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import Shard
 
 from shardwise.compat.common import allow_autocast, mixed_class, without_effect
-from shardwise.engine.agreement import anywhere
 from shardwise.engine.lookup import engine_of, engines_of
 from shardwise.engine.setup.forward_methods import register_forward_method
 from shardwise.engine.setup.shard import shard
 from shardwise.errors import UsageError
+from shardwise.fsdp.modules import hide_from_dynamo
+from shardwise.fsdp.shard import anywhere
+from shardwise.fsdp.sharded_parameter import ShardedParameter
+from shardwise.fsdp.strategy import Precision
 from shardwise.model_tools.by_hand import reshard, unshard
 from shardwise.model_tools.reduction import (
     divide_gradients,
@@ -42,10 +45,7 @@ from shardwise.model_tools.reduction import (
 )
 from shardwise.model_tools.release import reshard_after_forward as resharding
 from shardwise.modules.deferred_init.put_off import put_off
-from shardwise.modules.tracing import hide_from_dynamo
 from shardwise.policy.offload import ALL_ON_HOST
-from shardwise.policy.precision import Precision
-from shardwise.sharded.parameter import ShardedParameter
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims

@@ -22,10 +22,10 @@ from shardwise.checkpoint.names.wrappers import unwrapped, unwrapped_name
 from shardwise.engine.extensions.backward_steps import serves
 from shardwise.engine.lookup import engine_of, engines_below
 from shardwise.errors import UsageError
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.modules.deferred_init.put_off import give_buffers
 from shardwise.offload.step import step_with_stores
 from shardwise.sharded.extensions.optimizer_state import cut_state
-from shardwise.sharded.parameter import ShardedParameter
 
 __all__ = [
     "StateDictOptions",

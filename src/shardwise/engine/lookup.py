@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardwise.engine.engine import Engine
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
-from shardwise.sharded.parameter import ShardedParameter, sharded_of
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.sharded_parameter import ShardedParameter, sharded_of
+from shardwise.fsdp.unit import Unit
 
 _ENGINE = "_shardwise_engine"
 

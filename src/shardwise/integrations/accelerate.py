@@ -33,13 +33,13 @@ from shardwise.engine.lookup import engine_of
 from shardwise.engine.setup.shard import shard
 from shardwise.engine.setup.torch_patches import give_sharded_parameters
 from shardwise.errors import UsageError
+from shardwise.fsdp.strategy import Precision
 from shardwise.integrations import fsdp_settings
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.model_tools.reduction import no_sync, synced
 from shardwise.model_tools.unsharded import full_state_dict
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.scaler import GradScaler
-from shardwise.policy.precision import Precision
 from shardwise.policy.settings import ARGUMENTS, ShardArguments
 
 __all__ = ["Accelerator", "ShardwisePlugin"]

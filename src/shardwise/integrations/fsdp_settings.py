@@ -12,9 +12,9 @@ from torch import nn
 from shardwise.errors import UsageError
 from shardwise.foreign.fsdp import read_fsdp
 from shardwise.foreign.settings import ForeignSettings
+from shardwise.fsdp.strategy import Precision
 from shardwise.model_tools.classes import classes_named
 from shardwise.policy.offload import ALL_ON_HOST, Offload
-from shardwise.policy.precision import Precision
 
 _PLUGIN = "fsdp_plugin"
 

@@ -38,9 +38,9 @@ from shardwise.checkpoint.pretrained import load_pretrained
 from shardwise.checkpoint.saving import save
 from shardwise.engine.lookup import engine_of
 from shardwise.errors import ConfigError
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.integrations.accelerate import Accelerator, ShardwisePlugin, fsdp_not_asked
 from shardwise.model_tools.unsharded import full_state_dict, unsharded
-from shardwise.sharded.parameter import ShardedParameter
 from shardwise.suggest import did_you_mean
 
 __all__ = ["ShardwiseTrainerMixin", "Trainer"]

@@ -29,9 +29,9 @@ except ImportError as error:
 
 from shardwise.engine.lookup import engine_of
 from shardwise.errors import UsageError
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.integrations import lightning_common
 from shardwise.model_tools.reduction import no_sync
-from shardwise.sharded.parameter import ShardedParameter
 
 __all__ = ["ShardwiseStrategy"]
 

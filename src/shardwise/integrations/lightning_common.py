@@ -17,8 +17,8 @@ from shardwise.checkpoint.saving import save
 from shardwise.engine.lookup import engine_of
 from shardwise.engine.setup.shard import shard
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.fsdp.strategy import Precision
 from shardwise.optim.scaler import GradScaler
-from shardwise.policy.precision import Precision
 from shardwise.policy.settings import ARGUMENTS
 from shardwise.policy.words import check_names
 

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from shardwise.errors import ConfigError, PeerError, UsageError
+from shardwise.fsdp.strategy import dtype_name
 from shardwise.jax.batches import check_batch, micro_batches, put_batch
 from shardwise.jax.checkpoint.processes import Processes
 from shardwise.jax.devices import check_axes, replicated
@@ -19,7 +20,6 @@ from shardwise.jax.gradients import Gradients, Loss, LossFn, of_batch, of_micro_
 from shardwise.jax.recomputation import Policy, policy_of
 from shardwise.jax.state import TrainState, check_owned, state_of
 from shardwise.jax.trees import Parts, leaves_by_path
-from shardwise.policy.precision import dtype_name
 
 _PATIENCE_S = 600.0
 """How long a process with a batch of new shapes waits for the others."""

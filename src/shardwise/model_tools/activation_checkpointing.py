@@ -18,8 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwise import device_tools
 from shardwise.engine.lookup import require_engine
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.fsdp.unit import Unit
 from shardwise.model_tools.activation_offload import ActivationOffload, Copies, HostCopies
 from shardwise.policy.recomputation import Recomputation
 

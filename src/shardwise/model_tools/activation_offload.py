@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise import accelerators, device_tools
-from shardwise.layout.flat import round_up
+from shardwise.fsdp.layout import round_up
 
 
 class _HostBuffers:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwise.engine.collective_log import SyncPoint
-from shardwise.engine.engine import Backward, Engine
 from shardwise.engine.extensions.manual_unshard import manual_unshard
 from shardwise.engine.lookup import engine_of, engines_of, units_at
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.fsdp.collective_log import SyncPoint
+from shardwise.fsdp.engine import Backward, Engine
+from shardwise.fsdp.unit import Unit
 
 
 def unshard(module: nn.Module) -> None:

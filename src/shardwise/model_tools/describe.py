@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from torch import nn
 
-from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.few_bits import BlockDtypes
 from shardwise.engine.lookup import require_engine
-from shardwise.engine.units.group import Group
-from shardwise.engine.units.unit import Unit
-from shardwise.policy.precision import SHORT_NAMES
-from shardwise.sharded.placement import Placement
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.parameter_group import Group
+from shardwise.fsdp.sharded_parameter import Placement
+from shardwise.fsdp.strategy import SHORT_NAMES
+from shardwise.fsdp.unit import Unit
 from shardwise.tables import aligned
 
 T = TypeVar("T")

@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise import accelerators, device_tools
-from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.custom_reduction import partial_bytes
 from shardwise.engine.extensions.offloaded import gradient_stores, shard_stores
 from shardwise.engine.extensions.secondary_shards import secondary_pieces
 from shardwise.engine.lookup import require_engine
 from shardwise.engine.setup.torch_patches import with_state
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.sharded_parameter import ShardedParameter, sharded_of
 from shardwise.model_tools.activation_checkpointing import input_copies
 from shardwise.offload.media.medium import Medium
 from shardwise.offload.resting_state import RestingState
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.stores import of_owner
 from shardwise.policy.kinds import STATE_KINDS
-from shardwise.sharded.parameter import ShardedParameter, sharded_of
 from shardwise.tables import aligned, format_bytes
 
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import UsageError
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.modules.adapters import is_of_parameter, layers_of, low_rank, only_adapter, wrapped_by
 from shardwise.sharded.extensions.few_bits import FewBitsParameter
-from shardwise.sharded.parameter import ShardedParameter
 
 
 @torch.no_grad()

@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.engine import Backward, Engine
 from shardwise.engine.extensions.custom_reduction import change_settings, settings_of
 from shardwise.engine.lookup import engines_of, units_at
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.fsdp.engine import Backward, Engine
+from shardwise.fsdp.unit import Unit
 
 
 @contextmanager

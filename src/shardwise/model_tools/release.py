@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.custom_reduction import forget_dropped
 from shardwise.engine.extensions.offloaded import gradient_stores, shard_stores
 from shardwise.engine.lookup import engines_of, units_at
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
+from shardwise.fsdp.engine import Engine
 from shardwise.sharded.extensions.unit_gather import forget
 
 

@@ -12,12 +12,12 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
-from shardwise.modules.site import Site, foreign_parameter
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.modules import Site, foreign_parameter
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shardwise.errors import UsageError
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 
 Value = TypeVar("Value")
 

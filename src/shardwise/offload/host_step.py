@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from shardwise import accelerators, device_tools
-from shardwise.layout.flat import round_up
+from shardwise.fsdp.layout import round_up
+from shardwise.fsdp.sharded_parameter import ShardedParameter, piece_in
 from shardwise.offload import host_threads
 from shardwise.offload.media.device_buffers import follow
 from shardwise.sharded.extensions.offloaded import slice_of, slices_of
 from shardwise.sharded.extensions.partial_step import step_view, view_of
-from shardwise.sharded.parameter import ShardedParameter, piece_in
 
 State = dict[ShardedParameter, dict[str, Any]]
 

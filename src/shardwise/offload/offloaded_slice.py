@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardwise.errors import UsageError
 from shardwise.files.direct import PAGE_BYTES
-from shardwise.layout.flat import round_up
+from shardwise.fsdp.layout import round_up
 from shardwise.offload import host_threads
 from shardwise.offload.media.medium import Transfer
 from shardwise.offload.shard_store import ShardStore

@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from shardwise import accelerators, device_tools
 from shardwise.errors import ConfigError
 from shardwise.files.direct import PAGE_BYTES
-from shardwise.layout.flat import round_up
+from shardwise.fsdp.layout import round_up
+from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter
 from shardwise.sharded.extensions.partial_step import step_some
-from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.placement import Placement
 
 BUFFERS = 4
 """Buffers of the ring: one is computed with, one or two are read ahead, one or two are written back."""

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import UsageError
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 
 if TYPE_CHECKING:
     from shardwise.offload.portions import Kept

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.errors import UsageError
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.offload.media.medium import Medium
 from shardwise.offload.portions import Kept, Portion, State, probe
-from shardwise.sharded.parameter import ShardedParameter
 
 
 class StateRoom:

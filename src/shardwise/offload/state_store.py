@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from shardwise import accelerators
 from shardwise.errors import ConfigError, UsageError, one_line
+from shardwise.fsdp.sharded_parameter import Owner, ShardedParameter
 from shardwise.offload import host_threads
 from shardwise.offload.freed_memory import give_back_freed
 from shardwise.offload.host_step import HostStep, in_host_memory
@@ -26,7 +27,6 @@ from shardwise.offload.shard_store import have_read_ahead
 from shardwise.offload.state_room import StateRoom
 from shardwise.sharded.extensions.offloaded import slice_of
 from shardwise.sharded.extensions.partial_step import step_some
-from shardwise.sharded.parameter import Owner, ShardedParameter
 
 State = dict[ShardedParameter, dict[str, Any]]
 

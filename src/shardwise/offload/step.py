@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.comm.protocol import Collectives
 from shardwise.comm.together import Doing
+from shardwise.fsdp.collectives import Collectives
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.offload.host_step import HostStep
 from shardwise.offload.shard_store import BUFFERS, slices_for_step
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.stores import of_owner
 from shardwise.sharded.extensions.offloaded import Slice
 from shardwise.sharded.extensions.partial_step import by_owner, step_some
-from shardwise.sharded.parameter import ShardedParameter
 
 _STEP = "the optimizer's step"
 

@@ -7,10 +7,10 @@ import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from shardwise.fsdp.sharded_parameter import Owner
 from shardwise.offload.host_step import HostStep
 from shardwise.offload.shard_store import ShardStore
 from shardwise.offload.state_store import StateStore
-from shardwise.sharded.parameter import Owner
 
 
 class Stores(NamedTuple):

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import UsageError
+from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter
 from shardwise.offload.portions import Kept
 from shardwise.optim.adamw_pieces import AdamWInPieces, piece_of, updated
 from shardwise.optim.block_placement import cuts_at, of_blocks
 from shardwise.optim.eight_bits import BLOCK_NUMEL, NOISE_BITS, Code, blocks_of
 from shardwise.optim.rounding import key_of, random_bits, rounded
 from shardwise.sharded.extensions.optimizer_state import cut_state
-from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.placement import Placement
 
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """By name of the moment: whether it is signed."""

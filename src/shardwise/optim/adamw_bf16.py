@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.optim.adamw_pieces import AdamWInPieces, piece_of, updated
 from shardwise.optim.rounding import key_of, random_bits, rounded
-from shardwise.sharded.parameter import ShardedParameter
 
 _STATE = ("exp_avg", "exp_avg_sq")
 _BITS = 16

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 
 
 class AdamWInPieces(Optimizer):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.layout.flat import Entry, FlatLayout
-from shardwise.sharded.placement import Placement
+from shardwise.fsdp.layout import Entry, FlatLayout
+from shardwise.fsdp.sharded_parameter import Placement
 
 
 def cuts_at(placement: Placement, numel: int) -> bool:

@@ -11,8 +11,8 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from shardwise.engine.extensions.backward_steps import BackwardSteps, steps_in_backward
 from shardwise.errors import UsageError
-from shardwise.sharded.norms import global_norms
-from shardwise.sharded.parameter import ShardedParameter, sharded_of
+from shardwise.fsdp.operations import global_norms
+from shardwise.fsdp.sharded_parameter import ShardedParameter, sharded_of
 
 
 @torch.no_grad()

@@ -10,22 +10,22 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.backward_steps import attach as attach_steps
 from shardwise.engine.extensions.backward_steps import serves
 from shardwise.engine.extensions.custom_reduction import settings_of
 from shardwise.engine.extensions.offloaded import OffloadedGradient, stores_of_gradients
 from shardwise.engine.lookup import engines_below
 from shardwise.engine.setup.torch_patches import with_state
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.sharded_parameter import ShardedParameter
+from shardwise.fsdp.step_hooks import updates_nothing
+from shardwise.fsdp.unit import Unit
 from shardwise.offload.shard_store import ShardStore
 from shardwise.offload.stores import attach, of_owner
 from shardwise.optim.clip import clip as clip_parameters
 from shardwise.optim.whole_matrix import WholeMatrixOptimizer
 from shardwise.sharded.extensions.partial_step import by_owner, empty_view
-from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.step_hooks import updates_nothing
 
 
 def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | None = None) -> None:

@@ -18,18 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from shardwise.engine.engine import Engine
-from shardwise.engine.mesh import Mesh
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError, one_line
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter, same_cut
+from shardwise.fsdp.unit import Unit
 from shardwise.optim.matrices.hidden import Hidden, NamedParamGroup, hidden_matrices, named_groups
 from shardwise.optim.matrices.lane import AHEAD, Arrivals
 from shardwise.optim.matrices.owned_state import OwnedState
 from shardwise.optim.matrices.ownership import Balance, Cost, OwnerRank, product_cost
 from shardwise.optim.matrices.unit_matrices import Lanes, UnitMatrices, pieces_of
 from shardwise.sharded.extensions.optimizer_state import cut_state
-from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.placement import Placement, same_cut
 
 
 def whole_matrix(

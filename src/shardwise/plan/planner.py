@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardwise.fsdp.strategy import Strategy
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.models.source import ModelSource, resolve
 from shardwise.plan.report.assumptions import assumptions, range_words
@@ -31,7 +32,6 @@ from shardwise.plan.search.exploration import (
 )
 from shardwise.plan.search.search import Progress, Question, explore_with, forecasters_of, space_of
 from shardwise.plan.simulate.forecast import Forecast
-from shardwise.policy.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 from shardwise.errors import ConfigError
-from shardwise.policy.precision import SHORT_NAMES
+from shardwise.fsdp.strategy import SHORT_NAMES
 from shardwise.policy.words import check_names, entries
 
 _BETWEEN_TARGETS = "+"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.errors import ConfigError
-from shardwise.policy.precision import Precision
+from shardwise.fsdp.strategy import Precision
 from shardwise.suggest import did_you_mean
 
 

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from shardwise.errors import ConfigError, PlanError
+from shardwise.fsdp.strategy import LEAST_SLOTS, OTHER_NAMES, Precision, Strategy
 from shardwise.policy.adapters import Adapters
 from shardwise.policy.checks import check_choice, check_count, checked_align, checked_precision, checked_resharding
 from shardwise.policy.offload import Offload
 from shardwise.policy.places import Places
-from shardwise.policy.precision import Precision
 from shardwise.policy.recomputation import Recomputation
-from shardwise.policy.strategy import LEAST_SLOTS, OTHER_NAMES, Strategy
 from shardwise.policy.words import numbers_of, reshardings_of, units_of, words_of
 from shardwise.registry import registered
 

@@ -1,8 +1,3 @@
-"""The sharded parameter: global shape, one rank's piece, and what operations on it mean."""
+"""Further operations on sharded parameters, which attach themselves to those of the engine."""
 
-from shardwise.registry import registered
-from shardwise.sharded import elementwise as elementwise  # handlers of an operation are looked for in this order
-from shardwise.sharded import norms as norms
-
-for _attach in registered("sharded parameters"):
-    _attach()
+from shardwise.fsdp import operations as operations  # handlers of an operation are looked for in this order

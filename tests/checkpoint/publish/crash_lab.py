@@ -37,7 +37,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import verify
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.train.config.schema import CheckpointConfig
 from shardwise.train.data.order import Position
 from shardwise.train.output.checkpoints import Checkpoints

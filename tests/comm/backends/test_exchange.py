@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.comm.backends import gloo
 from shardwise.comm.backends.shared_memory import collectives as shm
-from shardwise.comm.protocol import AllToAllPart, BufferKind, FlatSpan, Reduction, Work
+from shardwise.fsdp.collectives import AllToAllPart, BufferKind, FlatSpan, Reduction, Work
 from tests.comm.naive import FLOATS, KINDS, collectives, same_bits, sum_in_rank_order, values
 from tests.ranks import RankPools
 

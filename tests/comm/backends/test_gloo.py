@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.backends.gloo import GlooCollectives
-from shardwise.comm.protocol import Buffer, BufferKind, FlatSpan
 from shardwise.errors import CollectiveTimeout, MismatchError
+from shardwise.fsdp.collectives import Buffer, BufferKind, FlatSpan
 from tests.ranks import RankPool, RankPools
 
 

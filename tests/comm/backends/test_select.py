@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from shardwise.comm.backends import select
 from shardwise.comm.backends.shared_memory import segment
-from shardwise.comm.select import collectives_for
 from shardwise.errors import ConfigError
+from shardwise.fsdp.torch_collectives import collectives_for
 from tests.ranks import RankPools
 
 
@@ -103,7 +103,7 @@ def test_fake_groups_are_dry(ranks: RankPools) -> None:
 
 
 def test_collectives_of_accelerators_import_without_one() -> None:
-    from shardwise.comm.on_streams import StreamCollectives
+    from shardwise.fsdp.torch_collectives import StreamCollectives
 
     assert StreamCollectives.name == "streams"
 

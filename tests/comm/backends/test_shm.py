@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from shardwise.comm.protocol import Buffer, BufferKind, Collectives, FlatSpan, Reduction, Work
 from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError
+from shardwise.fsdp.collectives import Buffer, BufferKind, Collectives, FlatSpan, Reduction, Work
 from shardwise.liveness import birth
 from tests.comm.naive import collectives
 from tests.ranks import RankPool, RankPools

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import accelerators
-from shardwise.comm import on_streams
-from shardwise.comm.buffers import PrivateBuffers
+from shardwise.fsdp import torch_collectives as on_streams
+from shardwise.fsdp.buffers import PrivateBuffers
 from tests.engine.cases import CASES, Case
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, seeded, squares
 from tests.engine.streams import Order, Stream, played

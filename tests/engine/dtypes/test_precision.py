@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.engine.units.group import Dtypes
 from shardwise.errors import ConfigError
+from shardwise.fsdp.parameter_group import Dtypes
 from tests.engine.cases import AT_MOST_TWO_AND_FOUR, Case
 from tests.engine.rig import Net, Twins, adamw, batch, on_ranks, seeded, squares
 from tests.ranks import RankPools

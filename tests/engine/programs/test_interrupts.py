@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.engine.lookup import require_engine
-from shardwise.engine.reducer import Reducer
-from shardwise.engine.saved_tensors import SavedTensors
-from shardwise.engine.units.gradients import UnitGradients
-from shardwise.engine.units.group import Group
-from shardwise.engine.units.parameters import UnitParameters
-from shardwise.engine.units.unit import Unit
-from shardwise.engine.unsharder import Unsharder
 from shardwise.errors import UsageError
+from shardwise.fsdp.gradients import UnitGradients
+from shardwise.fsdp.parameter_group import Group, UnitParameters
+from shardwise.fsdp.reducer import Reducer
+from shardwise.fsdp.saved_tensors import SavedTensors
+from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.unsharder import Unsharder
 
 MIXED = sw.Precision(param="bf16", reduce="fp32")
 X = torch.linspace(-1, 1, 4 * 6).view(4, 6)

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.engine.saved_tensors import SavedTensors
-from shardwise.engine.units.arena import Arena, Slot
-from shardwise.engine.units.calls import Call, ForwardPass
-from shardwise.engine.units.parameters import ParameterState, UnitParameters
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import StaleWeightsError, UsageError
+from shardwise.fsdp.parameter_group import ParameterState, UnitParameters
+from shardwise.fsdp.saved_tensors import SavedTensors
+from shardwise.fsdp.schedule import Call, ForwardPass
+from shardwise.fsdp.slots import Arena, Slot
+from shardwise.fsdp.unit import Unit
 from tests.engine.rig import Block, Net, Twins, batch, count, on_ranks, recording, seeded, squares, unwarned, warned
 
 # Checkpointing --------------------------------------------------------------------------------------------------------

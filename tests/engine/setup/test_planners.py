@@ -9,9 +9,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine.setup.planners import Units, planners_for
-from shardwise.engine.shard_core import assign_parameters, choose_units
 from shardwise.errors import ConfigError, LayoutError
-from shardwise.modules.site import UnitPlan
+from shardwise.fsdp.modules import UnitPlan
+from shardwise.fsdp.shard import assign_parameters, choose_units
 from tests.engine.rig import Block, Net
 
 

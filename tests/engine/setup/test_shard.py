@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardwise as sw
 from shardwise.engine.extensions.secondary_shards import secondary_pieces
 from shardwise.engine.lookup import require_engine
-from shardwise.engine.units.parameters import ParameterState
 from shardwise.errors import ConfigError, DifferentModelsError, LayoutError, MeshError, UsageError
-from shardwise.modules.trees import output_tensors
+from shardwise.fsdp.modules import output_tensors
+from shardwise.fsdp.parameter_group import ParameterState
 from tests.engine.rig import Block, Net, Twins, batch, count, on_ranks, recording, seeded, squares, unwarned, warned
 from tests.engine.setup.rig import Tied
 

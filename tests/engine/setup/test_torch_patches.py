@@ -83,7 +83,7 @@ def test_sharding_loads_no_other_engine() -> None:
     loads = "import sys, torch, shardwise as sw; sw.shard(torch.nn.Linear(2, 2)); print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, timeout=300, check=True)
     loaded = set(done.stdout.split())
-    assert "shardwise.engine.shard_core" in loaded
+    assert "shardwise.fsdp.shard" in loaded
     for extension in ("all_gather", "few_bits", "offloaded"):
         assert f"shardwise.engine.extensions.{extension}" not in loaded
     for special in ("adoption", "group_kinds", "materialisers", "offloading"):

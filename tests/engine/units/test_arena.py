@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.dry import DryCollectives
-from shardwise.comm.protocol import BufferKind
-from shardwise.engine.units.arena import SAME_CLASS, SLOT_ALIGN_BYTES, Arena, size_classes
 from shardwise.errors import ConfigError
+from shardwise.fsdp.collectives import BufferKind
+from shardwise.fsdp.slots import SAME_CLASS, SLOT_ALIGN_BYTES, Arena, size_classes
+from shardwise.fsdp.torch_collectives import DryCollectives
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, seeded
 
 

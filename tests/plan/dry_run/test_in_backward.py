@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import shardwise as sw
-from shardwise.engine.units.gradient_shard import GradientShard
 from shardwise.errors import ConfigError, PlanError
+from shardwise.fsdp.parameter_group import GradientShard
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import Allocate, Free, Recording, UnitMark
 from shardwise.plan.dry_run.step import record

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise import accelerators
-from shardwise.comm import on_streams
-from shardwise.comm.on_streams import StreamCollectives
 from shardwise.engine.lookup import require_engine
+from shardwise.fsdp import torch_collectives as on_streams
+from shardwise.fsdp.torch_collectives import StreamCollectives
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import Collective, Exchange, Fence, Kernel, StepEvent, StepPhase
 from shardwise.plan.dry_run.step import record

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
-from shardwise.layout.flat import round_up
+from shardwise.fsdp.layout import round_up
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import (
     Allocate,

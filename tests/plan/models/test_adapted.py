@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import PlanError
+from shardwise.fsdp.strategy import Precision
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.models import adapted
@@ -20,7 +21,6 @@ from shardwise.plan.models.adapted import with_adapters
 from shardwise.plan.models.source import resolve
 from shardwise.plan.simulate.forecast import forecast
 from shardwise.policy.adapters import Adapters
-from shardwise.policy.precision import Precision
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 320,

@@ -9,6 +9,7 @@ import pytest
 
 from shardwise.cli.app import run
 from shardwise.errors import ConfigError
+from shardwise.fsdp.strategy import Precision, Strategy
 from shardwise.plan import planner
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.hardware.devices import find_device
@@ -17,8 +18,6 @@ from shardwise.plan.report.rendering import table_text
 from shardwise.plan.search.search import Effort, Question, explore
 from shardwise.plan.search.space import search_space
 from shardwise.policy.places import Places
-from shardwise.policy.precision import Precision
-from shardwise.policy.strategy import Strategy
 from shardwise.train.build.from_plan import training_config
 from shardwise.train.build.job import job_of
 

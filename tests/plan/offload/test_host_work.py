@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 import shardwise as sw
+from shardwise.fsdp.strategy import Precision
 from shardwise.plan.dry_run.recording import StepPhase
 from shardwise.plan.hardware.devices import Figure, find_device
 from shardwise.plan.hardware.node import node_of
 from shardwise.plan.offload.host_work import DISK, DOWN, PROCESSORS, UP, HostTask, HostWork, Rates, StepOnHost
 from shardwise.plan.simulate.forecast import Forecast
 from shardwise.policy.places import Places
-from shardwise.policy.precision import Precision
 from tests.plan.rig import LLAMA
 
 TASK = HostTask(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.engine.extensions.offloaded import gradient_stores
 from shardwise.engine.lookup import require_engine
+from shardwise.fsdp.strategy import Precision
 from shardwise.offload import host_step, portions
 from shardwise.offload.step import stores_of
 from shardwise.plan.dry_run.job import Job
@@ -20,7 +21,6 @@ from shardwise.plan.dry_run.step import record
 from shardwise.plan.offload import memory
 from shardwise.plan.offload.memory import Offloaded, offloaded
 from shardwise.policy.places import Places
-from shardwise.policy.precision import Precision
 from tests.engine.rig import on_ranks
 from tests.engine.streams import played
 

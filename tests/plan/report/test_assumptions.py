@@ -2,9 +2,9 @@
 
 import re
 
+from shardwise.fsdp.strategy import Precision
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.report.assumptions import Assumption, assumptions, range_words
-from shardwise.policy.precision import Precision
 from tests.plan.doubles import formula
 
 

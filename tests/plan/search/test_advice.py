@@ -10,13 +10,13 @@ import pytest
 
 import shardwise as sw
 from shardwise.errors import PlanError
+from shardwise.fsdp.strategy import Precision
 from shardwise.plan import planner
 from shardwise.plan.hardware.devices import Figure, find_device
 from shardwise.plan.report.rendering import page_html, table_text
 from shardwise.plan.search.advice import MOST
 from shardwise.plan.search.exploration import needed_bytes
 from shardwise.plan.search.search import Question
-from shardwise.policy.precision import Precision
 
 MIB = 2**20
 WIDE: dict[str, Any] = {

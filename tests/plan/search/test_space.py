@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError, PlanError
+from shardwise.fsdp.strategy import Precision
 from shardwise.plan.search.space import search_space
-from shardwise.policy.precision import Precision
 
 
 def shardings(**arguments: Any) -> list[tuple[str, int | None]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.policy.precision import dtype_name
+from shardwise.fsdp.strategy import dtype_name
 
 _FP32_ON_GPUS = (
     "layer_norm", "native_layer_norm", "group_norm", "softmax.int", "log_softmax.int", "cross_entropy_loss", "nll_loss",

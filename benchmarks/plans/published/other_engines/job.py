@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from benchmarks.plans.published.other_engines.autocast import autocast
 from benchmarks.plans.published.other_engines.float8 import GATHERS
-from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.autocast import allow_autocast
 from shardwise.errors import ConfigError
+from shardwise.fsdp.engine import Engine
 from shardwise.plan.dry_run.job import Job
 from shardwise.policy.checks import check_choice
 

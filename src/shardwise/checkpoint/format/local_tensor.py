@@ -14,12 +14,12 @@ from shardwise.checkpoint.io.range_reader import RangeReader
 from shardwise.checkpoint.names.index_map import IndexMap, Place
 from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.errors import UsageError
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.layout.ranges import Range, share
 from shardwise.offload.resting_state import RestingState
 from shardwise.sharded.extensions.blocks import BLOCK_NUMEL
 from shardwise.sharded.extensions.few_bits import FewBitsParameter
 from shardwise.sharded.extensions.offloaded import slice_of
-from shardwise.sharded.parameter import ShardedParameter
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}
 """torch dtypes by their names in safetensors files."""

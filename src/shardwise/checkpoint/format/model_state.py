@@ -15,9 +15,9 @@ from shardwise.checkpoint.names.wrappers import unwrapped_name
 from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.modules.adapters import adapter_names
 from shardwise.sharded.extensions.offloaded import slice_of
-from shardwise.sharded.parameter import ShardedParameter
 
 _EXTRA_STATE = "_extra_state"
 """torch's name for the state_dict entry of a module with a `get_extra_state`."""

@@ -16,9 +16,9 @@ from shardwise.checkpoint.format.local_tensor import DTYPES, NAMES, Piece, piece
 from shardwise.checkpoint.format.training_json import check_json
 from shardwise.checkpoint.names.wrappers import unwrapped_name
 from shardwise.errors import UsageError
+from shardwise.fsdp.sharded_parameter import SHARDED_ATTRIBUTE, ShardedParameter, types_of_lists
 from shardwise.offload.step import host_step_of, store_of
 from shardwise.sharded.extensions.optimizer_state import NUMBERS
-from shardwise.sharded.parameter import SHARDED_ATTRIBUTE, ShardedParameter, types_of_lists
 
 _BY_POSITION = {"params", "param_names"}
 """Keys of a group that list its parameters, or their names, in an order that only this optimizer has."""

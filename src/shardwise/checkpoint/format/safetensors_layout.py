@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.layout.flat import round_up
+from shardwise.fsdp.layout import round_up
 from shardwise.layout.ranges import Range
 
 _DTYPES = {

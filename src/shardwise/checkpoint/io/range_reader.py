@@ -18,7 +18,7 @@ import numpy as np
 from shardwise.checkpoint.io.storage import Source
 from shardwise.files.direct import PAGE_BYTES, huge_page_buffer
 from shardwise.files.thread_pool import ThreadPool
-from shardwise.layout.flat import round_up
+from shardwise.fsdp.layout import round_up
 
 _BUFFERS, _BUFFER_BYTES = 4, 4 * 2**20
 """Number of buffers, all of which may be read into at the same time, and the size of each."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from shardwise.checkpoint.ranks.agreement import Agreement
 from shardwise.comm.together import OverGroups
-from shardwise.engine.engine import Engine
-from shardwise.engine.mesh import Mesh
 from shardwise.errors import UsageError
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.mesh import Mesh
 
 
 def mesh_of(engines: Sequence[Engine]) -> Mesh:

@@ -10,11 +10,9 @@ import torch.distributed as dist
 
 from shardwise.comm.backends.gloo import GlooCollectives
 from shardwise.comm.backends.tree_channel import channel_of
-from shardwise.comm.dry import DryCollectives
-from shardwise.comm.on_streams import StreamCollectives
-from shardwise.comm.protocol import Collectives
-from shardwise.comm.torch_collectives import TorchCollectives
 from shardwise.errors import ConfigError
+from shardwise.fsdp.collectives import Collectives
+from shardwise.fsdp.torch_collectives import DryCollectives, StreamCollectives, TorchCollectives
 
 CHOICES = ("streams", "gloo", "shm", "dry", "torch")
 

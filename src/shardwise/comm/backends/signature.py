@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from shardwise.comm.channel import ALL_OR_NONE, CONSEQUENCES, SAME_ORDER, abandoned, quoted, store_of
 from shardwise.errors import MismatchError, ShardwiseError
+from shardwise.fsdp.channel import ALL_OR_NONE, CONSEQUENCES, SAME_ORDER, abandoned, quoted, store_of
 
 OPS = (
     "abandon",

@@ -15,8 +15,8 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from shardwise import accelerators
 from shardwise.compat.common import without_effect
 from shardwise.errors import UsageError
+from shardwise.fsdp.strategy import Precision
 from shardwise.policy.offload import ALL_ON_HOST, Offload
-from shardwise.policy.precision import Precision
 
 STRATEGIES = {
     ShardingStrategy.FULL_SHARD: "full_shard",

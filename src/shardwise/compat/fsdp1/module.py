@@ -33,10 +33,10 @@ from shardwise.compat.state_dict import StateDictOptions, get_optimizer_state_di
 from shardwise.engine.lookup import engine_of
 from shardwise.engine.setup.shard import shard
 from shardwise.errors import UsageError
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.model_tools.reduction import no_sync
 from shardwise.model_tools.unsharded import full_state_dict, unsharded
 from shardwise.optim.clip import clip_grad_norm_
-from shardwise.sharded.parameter import ShardedParameter
 
 __all__ = ["FullyShardedDataParallel"]
 

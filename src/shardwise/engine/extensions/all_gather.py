@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.protocol import Collectives
-from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Slot, storage_key
-from shardwise.engine.units.group import Dtypes, Group, MakeGradients
 from shardwise.errors import LayoutError, UsageError
-from shardwise.layout.flat import round_up
+from shardwise.fsdp.collectives import Collectives
+from shardwise.fsdp.layout import round_up
+from shardwise.fsdp.modules import Original, Site, Values, placeholder_of
+from shardwise.fsdp.parameter_group import Dtypes, Group, MakeGradients
+from shardwise.fsdp.sharded_parameter import SHARDED_ATTRIBUTE
+from shardwise.fsdp.slots import SLOT_ALIGN_BYTES, Slot, storage_key
 from shardwise.modules.extended import EXTENDED, inner_name
-from shardwise.modules.site import Original, Site, Values
-from shardwise.modules.unsharded_parameter import placeholder_of
 from shardwise.sharded.extensions.dtensor_names import mesh_of
-from shardwise.sharded.parameter import SHARDED_ATTRIBUTE
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

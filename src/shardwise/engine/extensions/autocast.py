@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.engine.engine import Engine
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.unit import Unit
 
 
 class AutocastCheck:

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.engine.collective_log import SyncPoint
-from shardwise.engine.engine import Engine
-from shardwise.engine.units.gradients import GradientStatus
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.fsdp.collective_log import SyncPoint
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.gradients import GradientStatus
+from shardwise.fsdp.sharded_parameter import ShardedParameter, hooks_run
+from shardwise.fsdp.unit import Unit
 from shardwise.offload.step import step_with_stores
 from shardwise.sharded.extensions.partial_step import Selected, by_owner
-from shardwise.sharded.in_backward import hooks_run
-from shardwise.sharded.parameter import ShardedParameter
 
 Clip = Callable[[Sequence[ShardedParameter]], object]
 """Scales the gradients of one unit's parameters. Every rank must call it."""

@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import Reduction
-from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.backward_steps import BackwardSteps, backward_steps
-from shardwise.engine.in_flight import Flight
-from shardwise.engine.reducer import Reducer
-from shardwise.engine.units.arena import Slot
-from shardwise.engine.units.gradients import GradientStatus, Key, UnitGradients
-from shardwise.engine.units.group import Group
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.fsdp.collectives import Reduction
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.gradients import GradientStatus, Key, UnitGradients
+from shardwise.fsdp.parameter_group import Group
+from shardwise.fsdp.reducer import Flight, Reducer
+from shardwise.fsdp.slots import Slot
+from shardwise.fsdp.unit import Unit
 from shardwise.sharded.extensions.waiting import WaitingGradient
 
 

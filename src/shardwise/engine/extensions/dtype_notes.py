@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.engine.engine import Engine
-from shardwise.engine.units.unit import Arguments, Unit
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.unit import Arguments, Unit
 
 
 def _explain(unit: Unit, module: nn.Module, given: Arguments, error: BaseException) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from shardwise.engine.engine import Engine
+from shardwise.fsdp.engine import Engine
 
 
 class _Backwards(threading.local):

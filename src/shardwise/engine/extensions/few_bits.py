@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Slot
-from shardwise.engine.units.group import ALIGN_BYTES, Dtypes, Group, Versioned
-from shardwise.layout.flat import round_up
+from shardwise.fsdp.layout import round_up
+from shardwise.fsdp.parameter_group import ALIGN_BYTES, Dtypes, Group, Versioned
+from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter
+from shardwise.fsdp.slots import SLOT_ALIGN_BYTES, Slot
 from shardwise.sharded.extensions.blocks import BLOCK_NUMEL, Coder, block_bytes
 from shardwise.sharded.extensions.few_bits import FewBitsParameter, blocks_of
-from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.placement import Placement
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import warnings
 import weakref
 from functools import partial
 
-from shardwise.engine.engine import Engine
-from shardwise.engine.units.unit import Unit
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.unit import Unit
 
 _told: weakref.WeakSet[Unit] = weakref.WeakSet()
 """Root units of the models for which the warning was given."""

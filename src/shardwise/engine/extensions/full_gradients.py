@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwise.engine.collective_log import CollectiveLog
-from shardwise.engine.mesh import Mesh
-from shardwise.engine.reduce_slots import ReduceSlots
-from shardwise.engine.reducer import Reducer
-from shardwise.engine.units.unit import Unit
-from shardwise.policy.strategy import Strategy
+from shardwise.fsdp.collective_log import CollectiveLog
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.reducer import Reducer, ReduceSlots
+from shardwise.fsdp.strategy import Strategy
+from shardwise.fsdp.unit import Unit
 
 
 class FullSlots(ReduceSlots):

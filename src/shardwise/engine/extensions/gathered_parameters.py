@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from shardwise.engine.engine import Engine
+from shardwise.fsdp.engine import Engine
 from shardwise.sharded.extensions.unit_gather import forget
 
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.engine.mesh import Groups
 from shardwise.errors import MeshError
+from shardwise.fsdp.mesh import Groups
+from shardwise.fsdp.strategy import Strategy
 from shardwise.layout.groups import consecutive_groups, hybrid_groups
-from shardwise.policy.strategy import Strategy
 
 
 def groups_of(strategy: Strategy, mesh: DeviceMesh | None) -> Groups | None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-from shardwise.engine.engine import Engine
-from shardwise.engine.hooks import Forwards
-from shardwise.engine.units.unit import Unit
+from shardwise.fsdp.engine import Engine, Forwards
+from shardwise.fsdp.unit import Unit
 
 _NOT_THE_CALLER = ("shardwise.", "torch._")
 """Prefixes of modules whose frames lie between the caller of a hook and our code."""

@@ -9,10 +9,10 @@ from operator import is_
 import torch
 from torch import nn
 
-from shardwise.engine.engine import Engine
 from shardwise.errors import UsageError
-from shardwise.modules.site import foreign_parameter
-from shardwise.sharded.parameter import ShardedParameter, sharded_of
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.modules import foreign_parameter
+from shardwise.fsdp.sharded_parameter import ShardedParameter, sharded_of
 
 
 class LateParameters:

@@ -16,16 +16,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from shardwise.comm.protocol import BufferKind
-from shardwise.engine.engine import Backward, Engine
-from shardwise.engine.saved_tensors import Handle, Place, SavedTensors
-from shardwise.engine.schedule import Event, Phase
-from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Slot
-from shardwise.engine.units.calls import Call
-from shardwise.engine.units.parameters import ParameterState
-from shardwise.engine.units.unit import Unit
-from shardwise.layout.flat import round_up
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.fsdp.collectives import BufferKind
+from shardwise.fsdp.engine import Backward, Engine
+from shardwise.fsdp.layout import round_up
+from shardwise.fsdp.parameter_group import ParameterState
+from shardwise.fsdp.saved_tensors import Handle, Place, SavedTensors
+from shardwise.fsdp.schedule import Call, Event, Phase
+from shardwise.fsdp.sharded_parameter import ShardedParameter
+from shardwise.fsdp.slots import SLOT_ALIGN_BYTES, Slot
+from shardwise.fsdp.unit import Unit
 
 
 class ManualUnshard:

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from shardwise import device_tools
-from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.all_gather import ExtendedGroup
 from shardwise.engine.extensions.few_bits import BlockGroup
-from shardwise.engine.in_flight import InFlight
-from shardwise.engine.units.gradient_shard import GradientShard
-from shardwise.engine.units.group import Group, MakeGradients, Versioned
-from shardwise.engine.units.parameters import ParameterState
-from shardwise.engine.units.unit import Unit
-from shardwise.modules.site import Original, Values
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.modules import Original, Values
+from shardwise.fsdp.operations import norms_of_pieces
+from shardwise.fsdp.parameter_group import GradientShard, Group, MakeGradients, ParameterState, Versioned
+from shardwise.fsdp.reducer import InFlight
+from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter, piece_in
+from shardwise.fsdp.unit import Unit
 from shardwise.offload.host_step import HostStep
 from shardwise.offload.media.disk import Disk
 from shardwise.offload.media.host_memory import HostMemory
@@ -35,9 +35,6 @@ from shardwise.registry import register
 from shardwise.sharded.extensions.blocks import Coder
 from shardwise.sharded.extensions.few_bits import FewBitsParameter
 from shardwise.sharded.extensions.offloaded import OffloadedParameter
-from shardwise.sharded.norms import norms_of_pieces
-from shardwise.sharded.parameter import ShardedParameter, piece_in
-from shardwise.sharded.placement import Placement
 
 
 class OffloadedGradient(GradientShard):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwise.comm.protocol import BufferKind, Reduction
-from shardwise.engine.collective_log import CollectiveLog
-from shardwise.engine.in_flight import Flight
-from shardwise.engine.mesh import Mesh
-from shardwise.engine.reduce_slots import ReduceSlots
-from shardwise.engine.reducer import Reducer
-from shardwise.engine.units.arena import Arena, Slot, size_classes
-from shardwise.engine.units.unit import Unit
-from shardwise.policy.strategy import Strategy
+from shardwise.fsdp.collective_log import CollectiveLog
+from shardwise.fsdp.collectives import BufferKind, Reduction
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.reducer import Flight, Reducer, ReduceSlots
+from shardwise.fsdp.slots import Arena, Slot, size_classes
+from shardwise.fsdp.strategy import Strategy
+from shardwise.fsdp.unit import Unit
 
 SLICE_SLOTS = 2
 """Slice slots of a size class: the slices of two units are summed over replicas while two more units run backward."""

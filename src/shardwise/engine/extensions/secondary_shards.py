@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import BufferKind, Collectives
-from shardwise.engine.collective_log import CollectiveLog
-from shardwise.engine.engine import Engine
-from shardwise.engine.mesh import Mesh
-from shardwise.engine.schedule import Schedule
-from shardwise.engine.units.arena import Arena, Slot, size_classes
-from shardwise.engine.units.parameters import Slices
-from shardwise.engine.units.unit import Unit
-from shardwise.engine.unsharder import Unsharder, sizes
+from shardwise.fsdp.collective_log import CollectiveLog
+from shardwise.fsdp.collectives import BufferKind, Collectives
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.parameter_group import Slices
+from shardwise.fsdp.schedule import Schedule
+from shardwise.fsdp.slots import Arena, Slot, size_classes
+from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.unsharder import Unsharder, sizes
 
 
 class SecondaryUnsharder(Unsharder):

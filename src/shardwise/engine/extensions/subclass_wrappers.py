@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.engine.saved_tensors import Handle, SavedTensors
-from shardwise.engine.units.arena import storage_key
+from shardwise.fsdp.saved_tensors import Handle, SavedTensors
+from shardwise.fsdp.slots import storage_key
 
 
 class SubclassWrapper(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.engine import Engine
-from shardwise.engine.units.unit import Arguments, Unit
 from shardwise.errors import UsageError
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.unit import Arguments, Unit
 
 _autograd: Any = torch._C._autograd
 _WAY_OUT = "Apply the torch.func transform outside the unit, in sw.unsharded(model)"

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from shardwise.engine.engine import Engine
+from shardwise.fsdp.engine import Engine
 
 _UNCOMPILED = ("shardwise.engine", "shardwise.sharded")
 

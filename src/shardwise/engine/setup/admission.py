@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.engine.shard_core import CONTAINERS
 from shardwise.errors import LayoutError
+from shardwise.fsdp.modules import UnitPlan
+from shardwise.fsdp.shard import CONTAINERS
+from shardwise.fsdp.sharded_parameter import ShardedParameter, sharded_of
 from shardwise.modules.memory import Extent, first_overlap
-from shardwise.modules.site import UnitPlan
-from shardwise.sharded.parameter import ShardedParameter, sharded_of
 
 
 def check_admissible(model: nn.Module, plans: Sequence[UnitPlan]) -> None:

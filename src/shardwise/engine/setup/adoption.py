@@ -9,20 +9,19 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.protocol import Collectives
-from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.custom_reduction import forget_dropped
 from shardwise.engine.lookup import take_engine
-from shardwise.engine.mesh import Mesh, build_mesh, spans_of
 from shardwise.engine.setup.copying import refuse_to_copy
 from shardwise.engine.setup.planners import SideBySide
-from shardwise.engine.shard_core import Seams
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
-from shardwise.modules.site import UnitPlan
-from shardwise.policy.precision import Precision
-from shardwise.policy.strategy import Strategy
-from shardwise.sharded.placement import Placement
+from shardwise.fsdp.collectives import Collectives
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.mesh import Mesh, build_mesh, spans_of
+from shardwise.fsdp.modules import UnitPlan
+from shardwise.fsdp.shard import Seams
+from shardwise.fsdp.sharded_parameter import Placement
+from shardwise.fsdp.strategy import Precision, Strategy
+from shardwise.fsdp.unit import Unit
 
 T = TypeVar("T")
 

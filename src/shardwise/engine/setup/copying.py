@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.engine import Engine
 from shardwise.engine.setup.module_methods import give_up_interrupted
-from shardwise.engine.units.group import Group
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
-from shardwise.modules.site import Site
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.modules import Site
+from shardwise.fsdp.parameter_group import Group
+from shardwise.fsdp.unit import Unit
 
 _DEEPCOPY = "__deepcopy__"
 

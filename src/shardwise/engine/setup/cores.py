@@ -6,7 +6,7 @@ import os
 import socket
 
 from shardwise.comm.together import OverGroups
-from shardwise.engine.mesh import Mesh
+from shardwise.fsdp.mesh import Mesh
 from shardwise.offload import host_threads
 
 

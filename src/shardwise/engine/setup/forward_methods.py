@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.generation import in_rounds
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.unit import Unit
 
 _REGISTERED = "_shardwise_forward_method"
 

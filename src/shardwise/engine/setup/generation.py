@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.collective_log import SyncPoint
-from shardwise.engine.engine import Engine
 from shardwise.errors import CollectiveTimeout, MismatchError
+from shardwise.fsdp.collective_log import SyncPoint
+from shardwise.fsdp.engine import Engine
 
 _CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 """The names under which transformers' models take their cache."""

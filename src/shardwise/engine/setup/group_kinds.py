@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardwise.engine.agreement import agree_on_layout
-from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.all_gather import ExtendedGroup
 from shardwise.engine.extensions.few_bits import BlockDtypes, BlockGroup
 from shardwise.engine.extensions.offloaded import gradients_in, offloaded
-from shardwise.engine.mesh import Mesh
 from shardwise.engine.setup.offloading import OffloadedGroups
-from shardwise.engine.shard_core import dtypes_of
-from shardwise.engine.units.group import Group
 from shardwise.errors import ConfigError, LayoutError
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.modules import Original, UnitPlan
+from shardwise.fsdp.parameter_group import Group
+from shardwise.fsdp.shard import agree_on_layout, dtypes_of
+from shardwise.fsdp.strategy import Precision
 from shardwise.modules.deferred_init.materialize import draws_on_device
 from shardwise.modules.deferred_init.put_off import is_put_off
 from shardwise.modules.extended import EXTENDED, plain_of
 from shardwise.modules.linear_weights import linear_weights
-from shardwise.modules.site import Original, UnitPlan
 from shardwise.offload.stores import ON_DEVICE, Stores
-from shardwise.policy.precision import Precision
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 from shardwise import device_tools
-from shardwise.engine.agreement import agree_on_values, is_same
-from shardwise.engine.engine import Engine
-from shardwise.engine.mesh import Mesh
-from shardwise.engine.shard_core import Planned
 from shardwise.errors import DifferentModelsError
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.modules import UnitPlan, Values
+from shardwise.fsdp.shard import Planned, agree_on_values, is_same
 from shardwise.modules.deferred_init.materialize import draws_on_device, materialize
 from shardwise.modules.deferred_init.put_off import blank_, have_no_numbers, is_put_off
-from shardwise.modules.site import UnitPlan, Values
 
 
 def initialise(model: nn.Module, units: Sequence[Planned], engine: Engine) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.engine import Engine
 from shardwise.engine.setup.forward_methods import register_generate
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.sharded_parameter import ShardedParameter, sharded_of
+from shardwise.fsdp.unit import Unit
 from shardwise.sharded.extensions.offloaded import slice_of
-from shardwise.sharded.parameter import ShardedParameter, sharded_of
 
 _WATCHED = "_shardwise_state_dicts"
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")

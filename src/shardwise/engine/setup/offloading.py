@@ -8,19 +8,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.comm.together import Doing
-from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.offloaded import OffloadedGradient, gradients_in, offloaded, stores_for
-from shardwise.engine.mesh import Mesh
 from shardwise.engine.setup.cores import share_cores
-from shardwise.engine.shard_core import Materialiser, PlainGroups, Planned, dtypes_of
-from shardwise.engine.units.group import Group
-from shardwise.modules.site import Original
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.modules import Original
+from shardwise.fsdp.parameter_group import Group
+from shardwise.fsdp.shard import Materialiser, PlainGroups, Planned, dtypes_of
+from shardwise.fsdp.sharded_parameter import Owner
+from shardwise.fsdp.step_hooks import attach_before
+from shardwise.fsdp.strategy import Precision
 from shardwise.offload.step_hook import put_last
 from shardwise.offload.stores import Stores, any_offloaded, attach
 from shardwise.policy.offload import Offload
-from shardwise.policy.precision import Precision
-from shardwise.sharded.parameter import Owner
-from shardwise.sharded.step_hooks import attach_before
 
 
 class OffloadedGroups(PlainGroups):

@@ -9,7 +9,8 @@ from contextlib import suppress
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwise.engine.shard_core import (
+from shardwise.errors import ConfigError, LayoutError
+from shardwise.fsdp.shard import (
     CONTAINERS,
     Named,
     Planner,
@@ -19,7 +20,6 @@ from shardwise.engine.shard_core import (
     outermost,
     repeated_blocks,
 )
-from shardwise.errors import ConfigError, LayoutError
 
 Units = None | int | Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool]
 

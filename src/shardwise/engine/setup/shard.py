@@ -1,6 +1,6 @@
 """`shard`: the one call that turns an nn.Module into a sharded one, in place.
 
-It reads the arguments, fills the seams of `engine/shard_core.py` with what the arguments and the model ask for, and
+It reads the arguments, fills the seams of `fsdp/shard.py` with what the arguments and the model ask for, and
 adapts the module's own methods afterwards. What a plain model does not need is imported when it is needed.
 """
 
@@ -16,24 +16,23 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.engine import shard_core
-from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engine_of, engines_by_name, set_engine
-from shardwise.engine.mesh import Mesh
 from shardwise.engine.setup.admission import check_admissible
 from shardwise.engine.setup.copying import copy_deeply
 from shardwise.engine.setup.module_methods import refuse_conversions, tell_transformers, watch_state_dicts
 from shardwise.engine.setup.planners import SideBySide, Together, Units, nesting, planners_for
 from shardwise.engine.setup.torch_patches import install
-from shardwise.engine.shard_core import Seams
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import ConfigError, LayoutError, UsageError
-from shardwise.modules.site import UnitPlan
+from shardwise.fsdp import shard as shard_core
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.modules import UnitPlan
+from shardwise.fsdp.shard import Seams
+from shardwise.fsdp.sharded_parameter import ShardedParameter
+from shardwise.fsdp.strategy import LEAST_SLOTS, Precision, Strategy
+from shardwise.fsdp.unit import Unit
 from shardwise.policy.checks import check_count, checked_align, checked_precision, checked_resharding
 from shardwise.policy.offload import Offload
-from shardwise.policy.precision import Precision
-from shardwise.policy.strategy import LEAST_SLOTS, Strategy
-from shardwise.sharded.parameter import ShardedParameter
 from shardwise.suggest import did_you_mean
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])

@@ -20,8 +20,8 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
 from shardwise.engine.extensions.failed_backwards import tell_of_errors
 from shardwise.engine.extensions.uncompiled import leave_uncompiled
 from shardwise.errors import UsageError
+from shardwise.fsdp.sharded_parameter import Owner, ShardedParameter, sharded_of, types_of_lists
 from shardwise.sharded.extensions.optimizer_state import cut_state
-from shardwise.sharded.parameter import Owner, ShardedParameter, sharded_of, types_of_lists
 
 with_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Every optimizer that has updated a sharded parameter, or whose state was loaded for some."""

@@ -16,10 +16,10 @@ from shardwise.checkpoint.io.range_reader import RangeReader
 from shardwise.checkpoint.names.index_map import IndexMap, Place
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.files.direct import PAGE_BYTES, huge_page_buffer
+from shardwise.fsdp.layout import round_up
 from shardwise.jax.checkpoint.boxes import Box, Held, to_read, to_write
 from shardwise.jax.checkpoint.leaves import Leaf
 from shardwise.jax.checkpoint.name_map import LeafPlace
-from shardwise.layout.flat import round_up
 
 DTYPES: dict[str, np.dtype[Any]] = {name: jnp.dtype(other) for name, other in TORCH_NAMES.items()}
 """numpy dtypes by their names in safetensors files."""

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import LayoutError, one_line
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.modules import adapters
 from shardwise.modules.deferred_init.constructors import is_transformer, plain_constructor, transformer_again
 from shardwise.modules.deferred_init.tape import Tape
-from shardwise.sharded.parameter import ShardedParameter
 
 Initialise = Callable[[nn.Module], object]
 

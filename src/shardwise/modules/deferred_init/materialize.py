@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from shardwise.errors import LayoutError
+from shardwise.fsdp.modules import UnitPlan, Values, inherit
 from shardwise.modules.deferred_init.builder import all_sites_of, record, sites_of
 from shardwise.modules.deferred_init.constructors import is_torchs
 from shardwise.modules.deferred_init.progress import DrawingProgress
 from shardwise.modules.deferred_init.seeds import Seeds
 from shardwise.modules.deferred_init.tape import Dependencies, Tape
-from shardwise.modules.site import UnitPlan, Values, inherit
 
 Shard = Callable[[UnitPlan, Values], None]
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.sharded.parameter import ShardedParameter, add_methods
+from shardwise.fsdp.sharded_parameter import ShardedParameter, add_methods
 
 _COUNTER = "_shardwise_put_off"
 """Attribute of a parameter without numbers: what counts writes to its memory, and the count now."""

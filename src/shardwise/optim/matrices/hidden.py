@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.fsdp.sharded_parameter import ShardedParameter, sharded_of
+from shardwise.fsdp.unit import Unit
 from shardwise.modules.linear_weights import HEADS
-from shardwise.sharded.parameter import ShardedParameter, sharded_of
 
 Hidden = Callable[[str, Tensor], bool]
 """Whether a parameter, given by its fqn and itself (with its global shape), is a hidden matrix."""

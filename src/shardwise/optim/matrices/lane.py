@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import AllToAllPart, BufferKind, Collectives, Work
-from shardwise.layout.flat import round_up
+from shardwise.fsdp.collectives import AllToAllPart, BufferKind, Collectives, Work
+from shardwise.fsdp.layout import round_up
 
 AHEAD = 2
 """Exchanges of one lane that may be under way at once, and so the number of its buffers."""

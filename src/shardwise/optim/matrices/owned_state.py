@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.dry import DryCollectives
-from shardwise.comm.protocol import FINISHED, Collectives, Work
-from shardwise.engine.mesh import Mesh
 from shardwise.errors import UsageError
-from shardwise.layout.flat import Entry, FlatLayout
+from shardwise.fsdp.collectives import FINISHED, Collectives, Work
+from shardwise.fsdp.layout import Entry, FlatLayout
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter
+from shardwise.fsdp.torch_collectives import DryCollectives
 from shardwise.optim.matrices.ownership import OwnerRank
-from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.placement import Placement
 
 
 class _EveryRank(DryCollectives):

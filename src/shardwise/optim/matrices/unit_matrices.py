@@ -8,11 +8,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from shardwise.engine.mesh import Mesh
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter
 from shardwise.optim.matrices.lane import Arrivals, Lane, MatrixTransfer, most_sent_bytes
 from shardwise.optim.matrices.ownership import OwnerRank
-from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.placement import Placement
 
 
 def pieces_of(placement: Placement) -> list[tuple[int, int, int]]:

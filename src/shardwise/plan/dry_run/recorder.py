@@ -17,7 +17,8 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from shardwise.comm.protocol import Work
+from shardwise.fsdp.collectives import Work
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.plan.dry_run.operations import Operation, operation_of, tensors_of
 from shardwise.plan.dry_run.recording import (
     ON_HOST,
@@ -34,7 +35,6 @@ from shardwise.plan.dry_run.recording import (
     Wait,
     renumbered,
 )
-from shardwise.sharded.parameter import ShardedParameter
 
 _DEVICE_QUESTION = torch.ops.prim.device.default
 

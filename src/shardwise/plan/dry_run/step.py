@@ -20,15 +20,16 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
-from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.backward_steps import backward_steps
 from shardwise.engine.extensions.secondary_shards import secondary_pieces
 from shardwise.engine.lookup import require_engine
 from shardwise.engine.setup.shard import shard
-from shardwise.engine.units.arena import Slot, storage_key
-from shardwise.engine.units.parameters import ParameterState
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import PlanError, UserError, one_line
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.parameter_group import ParameterState
+from shardwise.fsdp.sharded_parameter import ShardedParameter
+from shardwise.fsdp.slots import Slot, storage_key
+from shardwise.fsdp.unit import Unit
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.model_tools.classes import classes_named
 from shardwise.optim.adamw_8bit import AdamW8bit
@@ -45,7 +46,6 @@ from shardwise.plan.dry_run.recording import Facts, Recording, StepPhase
 from shardwise.plan.dry_run.traced_collectives import traced_mesh
 from shardwise.plan.dry_run.traced_copies import TracedCopies
 from shardwise.policy.settings import SHARD
-from shardwise.sharded.parameter import ShardedParameter
 
 _MAX_NORM = 1.0
 _BATCH_SEQUENCE_WIDTH = 3

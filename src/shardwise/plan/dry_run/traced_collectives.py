@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from shardwise.comm.buffers import check_reductions, deliver, finishing_op, sent_parts, slice_of
-from shardwise.comm.dry import DryCollectives
-from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, FlatSpan, Reduction, Work
-from shardwise.engine.mesh import Mesh
+from shardwise.fsdp.buffers import check_reductions, deliver, finishing_op, sent_parts, slice_of
+from shardwise.fsdp.collectives import FINISHED, AllToAllPart, Buffer, Combine, FlatSpan, Reduction, Work
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.torch_collectives import DryCollectives
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Pending, Recorder
 from shardwise.plan.dry_run.recording import reductions_of, slices_of

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import PlanError, one_line
+from shardwise.fsdp.strategy import dtype_name
 from shardwise.policy.adapters import Adapters
-from shardwise.policy.precision import dtype_name
 from shardwise.suggest import did_you_mean
 
 Builder = Callable[[], nn.Module]

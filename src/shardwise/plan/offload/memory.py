@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from shardwise.layout.flat import round_up
+from shardwise.fsdp.layout import round_up
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import ON_HOST, Allocate, Facts, Free, Recording, StepEvent, StepPhase
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardwise.fsdp.strategy import Strategy
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.report.assumptions import Assumption
 from shardwise.plan.search.exploration import (
@@ -17,7 +18,6 @@ from shardwise.plan.search.exploration import (
 )
 from shardwise.plan.simulate.forecast import Forecast
 from shardwise.plan.simulate.timeline import Timeline
-from shardwise.policy.strategy import Strategy
 
 SHOWN = 10
 """The number of rows in the table of the best configurations."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from shardwise.errors import UserError
+from shardwise.fsdp.strategy import LEAST_SLOTS, Strategy
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.search.exploration import Outcome, judge, largest_micro_batch, needed_bytes
 from shardwise.plan.search.processes import Forecasters
 from shardwise.plan.search.search import Effort, Question, space_of
 from shardwise.plan.search.sweeps import least_job
 from shardwise.plan.simulate.forecast import Forecast
-from shardwise.policy.strategy import LEAST_SLOTS, Strategy
 
 MOST = 3
 """The most ways out that are looked for."""

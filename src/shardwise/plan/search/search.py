@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from shardwise.errors import PlanError
+from shardwise.fsdp.strategy import Strategy
 from shardwise.plan.dry_run.job import Job, suited_to
 from shardwise.plan.models.source import ModelLike, resolve
 from shardwise.plan.search.bounds import Bounds
@@ -29,7 +30,6 @@ from shardwise.plan.search.space import SearchSpace, Sweep, search_space
 from shardwise.plan.search.sweeps import Task, by_setting, explore_sweep, leanest, least_job, rounds
 from shardwise.plan.simulate.forecast import Forecast
 from shardwise.policy.settings import OTHER_ENGINES, OTHER_ENGINES_WORDS
-from shardwise.policy.strategy import Strategy
 from shardwise.suggest import did_you_mean
 
 PARALLEL_FROM = 4

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.errors import ConfigError, PlanError
+from shardwise.fsdp.strategy import Strategy
 from shardwise.plan.dry_run.job import Job
 from shardwise.policy.recomputation import Recomputation
-from shardwise.policy.strategy import Strategy
 
 LARGEST_MICRO_BATCH = 64
 """The largest micro-batch that a search tries on its own; `largest_micro_batch` goes on."""

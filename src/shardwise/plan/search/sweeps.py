@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from shardwise.fsdp.strategy import Strategy
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.search.bounds import Bounds
 from shardwise.plan.search.exploration import (
@@ -24,7 +25,6 @@ from shardwise.plan.search.exploration import (
 )
 from shardwise.plan.search.space import Sweep
 from shardwise.plan.simulate.forecast import Forecast
-from shardwise.policy.strategy import Strategy
 
 
 def explore_sweep(

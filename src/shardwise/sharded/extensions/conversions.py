@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardwise.sharded.parameter import LOOK, ShardedParameter, add_methods
+from shardwise.fsdp.sharded_parameter import LOOK, ShardedParameter, add_methods
 
 _REFUSED = {
     "__reduce_ex__": (

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.fsdp.sharded_parameter import ShardedParameter, add_methods
 from shardwise.layout.ranges import Range
-from shardwise.sharded.parameter import ShardedParameter, add_methods
 
 
 class Box(NamedTuple):

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.protocol import Collectives
 from shardwise.errors import UsageError
-from shardwise.sharded.parameter import ShardedParameter, add_methods
+from shardwise.fsdp.collectives import Collectives
+from shardwise.fsdp.sharded_parameter import ShardedParameter, add_methods
 
 
 def attach() -> None:

@@ -10,11 +10,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
-from shardwise.layout.fragment import Fragment
+from shardwise.fsdp.layout import Fragment
+from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter, gather_fragments
 from shardwise.sharded.extensions.blocks import BLOCK_NUMEL, Coder, block_bytes
 from shardwise.sharded.extensions.offloaded import Slice
-from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.placement import Placement, gather_fragments
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations
+from shardwise.fsdp.sharded_parameter import Handler, ShardedParameter, register_operations
 
 
 def attach() -> None:

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shardwise import accelerators, device_tools
-from shardwise.sharded import norms
-from shardwise.sharded.elementwise import OnLists, is_tensor_list
+from shardwise.fsdp import operations as norms
+from shardwise.fsdp.operations import OnLists, is_tensor_list
+from shardwise.fsdp.sharded_parameter import Handler, Placement, ShardedParameter, piece_in, types_of_lists
 from shardwise.sharded.extensions import loss_scaling
-from shardwise.sharded.parameter import Handler, ShardedParameter, piece_in, types_of_lists
-from shardwise.sharded.placement import Placement
 
 _SLICES_AHEAD = 3
 """How many sets of slices `slice_by_slice` reads ahead, the present one included."""

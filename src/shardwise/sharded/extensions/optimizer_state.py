@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.errors import UsageError
-from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.placement import Placement, same_cut
+from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter, same_cut
 
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """Names of state in torch's optimizers that is one number whatever the parameter's shape, even for a 0-d parameter."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.errors import UsageError
+from shardwise.fsdp.sharded_parameter import Owner, ShardedParameter
+from shardwise.fsdp.step_hooks import IS_PART
 from shardwise.sharded.extensions.offloaded import slice_of
-from shardwise.sharded.parameter import Owner, ShardedParameter
-from shardwise.sharded.step_hooks import IS_PART
 
 Selected = list[list[Tensor]]
 """Some of an optimizer's parameters, by group."""

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from shardwise import device_tools
 from shardwise.errors import NotOnPiecesError
-from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations
+from shardwise.fsdp.sharded_parameter import Handler, ShardedParameter, register_operations
 
 
 def attach() -> None:

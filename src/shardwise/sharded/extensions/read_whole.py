@@ -16,9 +16,15 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from shardwise.errors import NotOnPiecesError
-from shardwise.sharded.elementwise import Elementwise
-from shardwise.sharded.in_backward import are_in_backward, refuse_penalty
-from shardwise.sharded.parameter import Handler, ShardedParameter, add_methods, wrap_operations
+from shardwise.fsdp.operations import Elementwise
+from shardwise.fsdp.sharded_parameter import (
+    Handler,
+    ShardedParameter,
+    add_methods,
+    are_in_backward,
+    refuse_penalty,
+    wrap_operations,
+)
 
 _READ = "_shardwise_read"
 """Attribute of a parameter that operations have read whole, so that backward formulas do too: what `.grad` holds

@@ -18,12 +18,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shardwise import accelerators
-from shardwise.comm.protocol import Collectives
 from shardwise.errors import NotOnPiecesError, UsageError
+from shardwise.fsdp.collectives import Collectives
+from shardwise.fsdp.operations import HALF, arguments_by_name, global_norms, on_device_of
+from shardwise.fsdp.sharded_parameter import Handler, ShardedParameter, register_operations, same_cut
 from shardwise.sharded.extensions.read_whole import trains
-from shardwise.sharded.norms import HALF, arguments_by_name, global_norms, on_device_of
-from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations
-from shardwise.sharded.placement import same_cut
 
 Reduce = Callable[[ShardedParameter, Mapping[str, Any]], Any]
 

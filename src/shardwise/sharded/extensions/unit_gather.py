@@ -15,9 +15,8 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from shardwise.comm.protocol import BufferKind, Collectives, FlatSpan
-from shardwise.sharded.parameter import ShardedParameter, add_methods
-from shardwise.sharded.placement import Placement, gather_fragments
+from shardwise.fsdp.collectives import BufferKind, Collectives, FlatSpan
+from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter, add_methods, gather_fragments
 
 
 class OneUnit(Protocol):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shardwise.errors import UsageError
-from shardwise.sharded.parameter import ShardedParameter, types_of_lists
+from shardwise.fsdp.sharded_parameter import ShardedParameter, types_of_lists
 
 _WAY_OUT = (
     "run the last backward of a step outside sw.no_sync, which reduces it, or drop it with zero_grad() or p.grad = None"

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, one_line
+from shardwise.fsdp.strategy import dtype_name
 from shardwise.hub import local
 from shardwise.plan.models.factory import load_factory
 from shardwise.plan.models.transformers_models import beyond_words, check_sizes, is_rotary, positions_of, text_part
-from shardwise.policy.precision import dtype_name
 from shardwise.suggest import did_you_mean, nearest_path
 from shardwise.train.build.lora import add_adapter
 from shardwise.train.config.files import reading

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from shardwise.errors import ConfigError
-from shardwise.policy.strategy import OTHER_NAMES
+from shardwise.fsdp.strategy import OTHER_NAMES
 from shardwise.toml_text import toml_text
 from shardwise.train.config.schema import Config, Section
 

@@ -23,10 +23,10 @@ from pydantic import (
 )
 
 from shardwise.errors import ConfigError, MeshError
+from shardwise.fsdp.strategy import Strategy
 from shardwise.policy.offload import PLACES
 from shardwise.policy.places import Places
 from shardwise.policy.settings import AUTO, RUN, Setting, words
-from shardwise.policy.strategy import Strategy
 from shardwise.suggest import divisors
 
 DtypeName = Literal["fp32", "bf16", "fp16"]

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import optax
 
 from shardwise.errors import ConfigError, one_line
+from shardwise.fsdp.strategy import dtype_name
 from shardwise.hub import local
 from shardwise.jax import models
 from shardwise.jax.checkpoint.leaves import leaves_of
 from shardwise.jax.checkpoint.name_map import NameMap
-from shardwise.policy.precision import dtype_name
 from shardwise.suggest import did_you_mean
 from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import Config, ModelConfig, TrainConfig

@@ -19,6 +19,7 @@ from flax import nnx
 
 import shardwise.jax as swj
 from shardwise.errors import UserError
+from shardwise.fsdp.strategy import dtype_name
 from shardwise.hub import local
 from shardwise.jax import models
 from shardwise.jax.batches import put_batch
@@ -26,7 +27,6 @@ from shardwise.jax.checkpoint.leaves import random_streams
 from shardwise.jax.checkpoint.saving import names_of
 from shardwise.jax.trees import parts_of
 from shardwise.policy.kinds import KINDS
-from shardwise.policy.precision import dtype_name
 from shardwise.tables import format_bytes
 from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import Config

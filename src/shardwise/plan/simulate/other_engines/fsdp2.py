@@ -25,6 +25,7 @@ unit.
 
 from __future__ import annotations
 
+from shardwise.fsdp.strategy import Strategy
 from shardwise.plan.dry_run.recording import Recording, StepPhase
 from shardwise.plan.simulate.other_engines.model import EngineModel
 from shardwise.plan.simulate.other_engines.order import (
@@ -37,7 +38,6 @@ from shardwise.plan.simulate.other_engines.order import (
     without_exchanges,
 )
 from shardwise.plan.simulate.other_engines.replay import GATHER, REDUCE, EngineReplay
-from shardwise.policy.strategy import Strategy
 
 
 def is_ddp(recording: Recording) -> bool:

@@ -22,29 +22,81 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.collective_log import CollectiveLog, SyncPoint
-from shardwise.engine.hooks import EngineHooks, Forwards
-from shardwise.engine.mesh import Mesh
-from shardwise.engine.reducer import reducer_for
-from shardwise.engine.saved_tensors import Place, SavedTensors
-from shardwise.engine.schedule import Event, Phase, Schedule
-from shardwise.engine.units.calls import Call, ForwardPass
-from shardwise.engine.units.gradients import Key
-from shardwise.engine.units.parameters import ParameterState
-from shardwise.engine.units.unit import Arguments, Unit
-from shardwise.engine.unsharder import unsharder_for
 from shardwise.errors import CollectiveTimeout, MismatchError, UsageError
-from shardwise.modules.tracing import hide_from_dynamo, is_transforming, outside_transforms
-from shardwise.modules.trees import cast_tensors, exchange_tensors, mark_first_input, output_tensors
-from shardwise.policy.precision import Precision
-from shardwise.policy.strategy import Strategy
+from shardwise.fsdp.collective_log import CollectiveLog, SyncPoint
+from shardwise.fsdp.gradients import Key
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.modules import (
+    cast_tensors,
+    exchange_tensors,
+    hide_from_dynamo,
+    is_transforming,
+    mark_first_input,
+    output_tensors,
+    outside_transforms,
+)
+from shardwise.fsdp.parameter_group import ParameterState
+from shardwise.fsdp.reducer import reducer_for
+from shardwise.fsdp.saved_tensors import Place, SavedTensors
+from shardwise.fsdp.schedule import Call, Event, ForwardPass, Phase, Schedule
+from shardwise.fsdp.strategy import Precision, Strategy
+from shardwise.fsdp.unit import Arguments, Unit
+from shardwise.fsdp.unsharder import unsharder_for
 from shardwise.registry import registered
+
+# Hooks ----------------------------------------------------------------------------------------------------------------
+
+# What modules outside the core have one engine call, and what it knows of the forwards that are under way.
+
+
+class Forwards(list[tuple[Unit, Any]]):
+    """The forwards of one engine that are under way, outermost first: each unit, and what a subclass notes of it."""
+
+    def begin(self, unit: Unit) -> None:
+        """Add a forward that begins. Called in its pre-forward hook."""
+        self.append((unit, None))
+
+    @property
+    def are_over(self) -> bool:
+        """Whether no forward is under way."""
+        return not self
+
+    @property
+    def are_around(self) -> bool:
+        """Whether a forward that begins now is inside another one."""
+        return bool(self)
+
+
+@dataclass(slots=True)
+class EngineHooks:
+    """What modules outside the core have one engine call. Each list is empty unless something is attached."""
+
+    begin_step: list[Callable[[], None]] = field(default_factory=list)
+    """Called when an outermost forward begins, when what an interrupted step left has been cleared up."""
+    follow_requires_grad: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the engine follows the first `requires_grad` of its parameters, or a change."""
+    begin_forward: list[Callable[[Unit], None]] = field(default_factory=list)
+    """Called when a unit's forward begins, before anything of it is gathered."""
+    prefetched: list[Callable[[], None]] = field(default_factory=list)
+    """Called when a unit has been unsharded, and those that come next are being gathered."""
+    forward_raised: list[Callable[[Unit, nn.Module, Arguments, BaseException], None]] = field(default_factory=list)
+    """Called with a unit whose forward raised, its module and arguments, and the error, to which notes may be added."""
+    end_forward: list[Callable[[Place, bool], Sequence[Call[Unit]]]] = field(default_factory=list)
+    """Called with a call that is over, and whether it raised. Returns further calls that are over then."""
+    end_backward: list[Callable[[], None]] = field(default_factory=list)
+    """Called when autograd is done, before the last gradients are reduced."""
+    reshard_all: list[Callable[[], None]] = field(default_factory=list)
+    """Called before every slot is taken back, between steps."""
+
+
+# The engine -----------------------------------------------------------------------------------------------------------
 
 SEAM = "engine"
 """Functions that are called with each engine when it has its units, to attach what modules outside the core add."""

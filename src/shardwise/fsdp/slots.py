@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import Buffer, BufferKind, Collectives
-from shardwise.layout.flat import round_up
+from shardwise.fsdp.collectives import Buffer, BufferKind, Collectives
+from shardwise.fsdp.layout import round_up
 
 T = TypeVar("T")
 

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardwise.engine.units.arena import Slot
-from shardwise.engine.units.calls import Call, ForwardPass
-from shardwise.engine.units.parameters import ParameterState
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import StaleWeightsError
+from shardwise.fsdp.parameter_group import ParameterState
+from shardwise.fsdp.schedule import Call, ForwardPass
+from shardwise.fsdp.slots import Slot
+from shardwise.fsdp.unit import Unit
 from shardwise.registry import registered
 
 _autograd: Any = torch._C._autograd

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import accelerators
-from shardwise.comm.dry import DryCollectives
-from shardwise.comm.protocol import Collectives
-from shardwise.comm.select import collectives_for
 from shardwise.errors import MeshError
-from shardwise.policy.strategy import Strategy
+from shardwise.fsdp.collectives import Collectives
+from shardwise.fsdp.strategy import Strategy
+from shardwise.fsdp.torch_collectives import DryCollectives, collectives_for
 from shardwise.registry import registered
 
 Spans = tuple[tuple[int, ...], tuple[int, ...]]

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardwise.comm.channel import ALL_OR_NONE, SAME_ORDER, quoted
 from shardwise.errors import CollectiveTimeout, MismatchError, one_line
+from shardwise.fsdp.channel import ALL_OR_NONE, SAME_ORDER, quoted
 
 if TYPE_CHECKING:
-    from shardwise.comm.protocol import Combine
-    from shardwise.engine.mesh import Mesh
+    from shardwise.fsdp.collectives import Combine
+    from shardwise.fsdp.mesh import Mesh
 
 _FIRST_UNIT_LABEL = 16
 _HEAD = struct.Struct("<QqQq")

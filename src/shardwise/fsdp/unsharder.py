@@ -14,14 +14,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from shardwise.comm.protocol import BufferKind
-from shardwise.engine.collective_log import CollectiveLog
-from shardwise.engine.mesh import Mesh
-from shardwise.engine.schedule import Phase, Schedule
-from shardwise.engine.units.arena import Arena, Slot, size_classes
-from shardwise.engine.units.parameters import ParameterState, Slices
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import ConfigError
+from shardwise.fsdp.collective_log import CollectiveLog
+from shardwise.fsdp.collectives import BufferKind
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.parameter_group import ParameterState, Slices
+from shardwise.fsdp.schedule import Phase, Schedule
+from shardwise.fsdp.slots import Arena, Slot, size_classes
+from shardwise.fsdp.unit import Unit
 from shardwise.registry import registered
 
 _NOT_PREFETCHED = 2

@@ -14,8 +14,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise.fsdp.sharded_parameter import Owner, types_of_lists
 from shardwise.registry import registered
-from shardwise.sharded.parameter import Owner, types_of_lists
 
 Attached = Callable[[Optimizer, Collection[Owner]], object]
 BEFORE = "before an optimizer's step"

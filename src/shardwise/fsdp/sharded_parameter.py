@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import torch
@@ -22,10 +25,122 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.hooks import RemovableHandle
 
+from shardwise import accelerators
 from shardwise.errors import NotOnPiecesError, UsageError
-from shardwise.layout.fragment import Fragment
-from shardwise.sharded.in_backward import refuse_penalty
-from shardwise.sharded.placement import Placement, gather_fragments
+from shardwise.fsdp.collectives import Collectives
+from shardwise.fsdp.layout import FlatLayout, Fragment
+
+# Backward formulas ----------------------------------------------------------------------------------------------------
+
+# Backward formulas that meet sharded parameters: whether one runs, and the error where pieces cannot serve it.
+#
+# A loss may compute with a parameter outside its model's forward, a norm as a penalty. Its gradient would need each
+# rank's coefficient or the whole parameter, so it is refused.
+
+_in_hooks: list[None] = []
+"""Not empty while gradients are handed out."""
+
+
+@contextmanager
+def hooks_run() -> Iterator[None]:
+    """Inside, users' hooks and optimizers' steps run on gradients that are reduced already: on pieces."""
+    _in_hooks.append(None)
+    try:
+        yield
+    finally:
+        _in_hooks.pop()
+
+
+def are_in_backward() -> bool:
+    """Whether a backward formula of autograd is running: a backward is under way that records nothing, and no hooks run
+    (`hooks_run`)."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not _in_hooks
+
+
+def refuse_penalty(fqn: str) -> NoReturn:
+    """Raise the UsageError for a loss that computes with a sharded parameter outside the model's forward."""
+    raise UsageError(
+        f"the loss computes with the sharded parameter {fqn!r} outside the model's forward, as a penalty on its norm "
+        "does: use the optimizer's weight_decay, compute the term in the model's forward, or call "
+        "sw.unshard(model) before the loss is computed"
+    )
+
+
+# Placements -----------------------------------------------------------------------------------------------------------
+
+# Where one parameter lives: its place in a unit's flat layout and the group over which that is cut.
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The place of a parameter, its gradient and its optimizer state, which are all cut alike and share this object."""
+
+    layout: FlatLayout
+    index: int
+    """Entry of `layout` that is this parameter."""
+    shard_group: Collectives
+    """The ranks that hold the slices."""
+    replicas: Collectives | None = None
+    """The ranks that hold the same slice of other copies; None until they are known."""
+
+    @property
+    def fqn(self) -> str:
+        """The parameter's name in the model."""
+        return self.layout.entries[self.index].fqn
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return self.layout.entries[self.index].shape
+
+    @cached_property
+    def fragment(self) -> Fragment:
+        """This rank's piece."""
+        return self.layout.fragment(self.index, self.shard_group.rank)
+
+    @cached_property
+    def as_real(self) -> Placement:
+        """The placement of the same complex elements, seen as pairs of real ones."""
+        entry = self.layout.entries[self.index]
+        pairs = replace(entry, shape=(*entry.shape, 2), start=2 * entry.start, numel=2 * entry.numel)
+        layout = replace(self.layout, entries=(pairs,), numel=2 * self.layout.numel)
+        return Placement(layout, 0, self.shard_group, self.replicas)
+
+    @cached_property
+    def as_complex(self) -> Placement:
+        """The placement of the same pairs of real elements, seen as complex ones. Slices hold whole pairs."""
+        entry = self.layout.entries[self.index]
+        whole = replace(entry, shape=entry.shape[:-1], start=entry.start // 2, numel=entry.numel // 2)
+        layout = replace(self.layout, entries=(whole,), numel=self.layout.numel // 2)
+        return Placement(layout, 0, self.shard_group, self.replicas)
+
+
+def same_cut(a: Placement, b: Placement) -> bool:
+    """Whether two tensors have the same shape, and the same elements on every rank. All ranks get the same answer, so
+    that all of them raise or none."""
+    if a is b:
+        return True
+    if a.shape != b.shape or a.layout.world_size != b.layout.world_size:
+        return False
+    start_a, start_b = (placement.layout.entries[placement.index].start for placement in (a, b))
+    return a.layout.world_size == 1 or (start_a == start_b and a.layout.shard_numel == b.layout.shard_numel)
+
+
+def gather_fragments(placement: Placement, local: Tensor) -> Tensor:
+    """Return the whole of a tensor of which each rank has its piece `local`. Every rank of the shard group must call
+    this. It is on the device of `local`."""
+    group, own = placement.shard_group, placement.fragment
+    device = group.device if local.device == accelerators.CPU else local.device  # state of a step on the host
+    flat = torch.empty(placement.layout.entries[placement.index].numel, dtype=local.dtype, device=device)
+    flat[own.start : own.stop].copy_(local)
+    for rank in range(group.world_size):
+        piece = placement.layout.fragment(placement.index, rank)
+        if piece.numel:
+            group.broadcast(flat[piece.start : piece.stop], rank)
+    return flat.view(placement.shape).to(local.device)
+
+
+# Sharded parameters ---------------------------------------------------------------------------------------------------
 
 stored_dtype: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
 """The dtype that torch knows, also of a sharded parameter while its model runs."""

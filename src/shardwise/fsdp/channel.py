@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from shardwise.comm.protocol import Combine
 from shardwise.errors import CollectiveTimeout, ConfigError, MismatchError, ShardwiseError
+from shardwise.fsdp.collectives import Combine
 
 SAME_ORDER = (
     "Every rank must call the same units in the same order, in forward and in backward; a batch that one rank skips, "

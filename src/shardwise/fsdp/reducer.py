@@ -23,26 +23,203 @@ A reduce slot is *free* (no holder), *collecting* (its holder's `gradients.slot`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import Reduction
-from shardwise.comm.summation import BatchedAddition, ScaledAddition
-from shardwise.engine.collective_log import CollectiveLog, SyncPoint
-from shardwise.engine.in_flight import Flight, InFlight
-from shardwise.engine.mesh import Mesh
-from shardwise.engine.reduce_slots import ReduceSlots
-from shardwise.engine.units.arena import Arena, Slot
-from shardwise.engine.units.gradients import GradientStatus, Key
-from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
-from shardwise.policy.strategy import Strategy
+from shardwise.fsdp.buffers import BatchedAddition, ScaledAddition
+from shardwise.fsdp.collective_log import CollectiveLog, SyncPoint
+from shardwise.fsdp.collectives import BufferKind, Collectives, Reduction, Work
+from shardwise.fsdp.gradients import GradientStatus, Key
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.sharded_parameter import hooks_run
+from shardwise.fsdp.slots import Arena, Slot, size_classes
+from shardwise.fsdp.strategy import Strategy
+from shardwise.fsdp.unit import Unit
 from shardwise.registry import registered
-from shardwise.sharded.in_backward import hooks_run
+
+# Reductions under way -------------------------------------------------------------------------------------------------
+
+# Reductions under way, in the order in which they were started, and the work left to do when one is over.
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """Sums of one unit under way, and the slot that they use until they are complete."""
+
+    unit: Unit
+    slot: Slot[Unit] | None
+    """None if an earlier flight of the unit has it."""
+    works: Sequence[Work]
+    slices: Sequence[Tensor] = ()
+    """By trainable group: this rank's slice of the sum over all ranks, still to be added to the shard's gradient."""
+    is_summed: bool = False
+    """Whether the sums have been added to the shard's gradient."""
+
+
+class InFlight(deque[Flight]):
+    """The flights of one reducer. Those of one unit are finished in their order: the first of a backward overwrites the
+    shard's gradient and later ones add to it."""
+
+    def make_room(self, unit: Unit) -> None:
+        """Called before sums of the unit begin. Gradients that are not resident need room in memory (an extension)."""
+
+    def finish_all(self) -> None:
+        """Wait for every flight and free its slot."""
+        while self:
+            self._complete(self[0])
+
+    def finish_of(self, unit: Unit) -> None:
+        """Wait for the flights of the unit and free their slots."""
+        for flight in [flight for flight in self if flight.unit is unit]:
+            self._complete(flight)
+
+    def finish_in(self, slot: Slot[Unit]) -> None:
+        """Wait for the flight that has the slot, if any, and free the slot."""
+        for flight in [flight for flight in self if flight.slot is slot]:
+            self._finish(flight)
+
+    def finish_oldest(self, slots: Sequence[Slot[Unit]]) -> bool:
+        """Wait for the oldest flight in any of these slots and free its slot. Returns whether there was one."""
+        oldest = next((flight for flight in self if flight.slot in slots), None)
+        if oldest is not None:
+            self._finish(oldest)
+        return oldest is not None
+
+    def _finish(self, flight: Flight) -> None:
+        for earlier in list(self) if self[0] is not flight else ():
+            if earlier is flight:
+                break
+            if earlier.unit is flight.unit:
+                self._complete(earlier)
+        self._complete(flight)
+
+    def _complete(self, flight: Flight) -> None:
+        self.remove(flight)
+        self.sum(flight)
+        if flight.slot is not None:
+            assert flight.slot.holder is flight.unit, f"a reduction of {flight.unit} lost its slot"
+            flight.slot.free()
+
+    def sum(self, flight: Flight) -> None:
+        """Wait until the sums are in the shard's gradient, or where else they are written to. The flight keeps its
+        slot. Flights of one unit must come here in their order."""
+        if not flight.is_summed:
+            self._add(flight)
+        for group in flight.unit.groups:
+            if group.trainable:
+                group.gradients.leave()
+
+    @staticmethod
+    def _add(flight: Flight) -> None:
+        for work in flight.works:
+            work.wait()
+        if flight.slices:
+            groups = [group for group in flight.unit.groups if group.trainable]
+            for group, own in zip(groups, flight.slices, strict=True):
+                flight.unit.gradients.settle(own, *group.gradients.prepare_sum())
+                group.gradients.leave()  # before the next group's slice takes a buffer
+        flight.is_summed = True
+
+
+# Reduce slots ---------------------------------------------------------------------------------------------------------
+
+# Memory for gradients that are not reduced yet: the reduce slots of one engine's units. The `Reducer` decides which
+# unit holds which slot, and when.
+
+REDUCE_SLOTS = 2
+"""Slots of a size class, besides one for each level of nesting: one unit collects gradients while the one before it is
+being reduced."""
+
+
+class ReduceSlots:
+    """Reduce slots shared by a size class, and reduce slots of one unit alone. Every rank allocates and releases them
+    alike."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        """`collectives`: those that reduce gradients first."""
+        self._collectives = collectives
+        self.keeps_gradients = True
+        """Whether gradient shards are allocated with the slots; else when the first sum is added to them."""
+        self.shared: Arena[Unit] | None = None
+        self.own: dict[Unit, Slot[Unit]] = {}
+        """Slots of one unit alone, in which it collects its gradients instead of a shared one."""
+        self._largest: dict[Unit, int] = {}
+        """The most bytes of a reduce slot that each unit has needed so far."""
+
+    @property
+    def all(self) -> list[Slot[Unit]]:
+        """Every reduce slot."""
+        return [*(() if self.shared is None else self.shared.slots), *self.own.values()]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all reduce slots."""
+        return sum(slot.buffer.bytes.numel() for slot in self.all)
+
+    def allocate(self, units: Sequence[Unit], nesting: int) -> None:
+        """Allocate reduce slots and gradient shards for the parameters that are trainable now."""
+        for unit in units:
+            self._follow_trainable(unit)
+        self._allocate_slots(units, nesting)
+
+    def _allocate_slots(self, units: Sequence[Unit], nesting: int) -> None:
+        """Allocate shared slots for the most that each unit has had to reduce so far, so that freezing and unfreezing
+        in turn (a GAN's two halves) reuses the slots."""
+        largest = {unit: max(unit.gradients.reduce_bytes, self._largest.get(unit, 0)) for unit in units}
+        if self.shared is None or largest != self._largest:
+            self._drop_shared()
+            self._allocate_shared(largest, nesting)
+        self._largest = largest
+
+    def _allocate_shared(self, largest: Mapping[Unit, int], nesting: int) -> None:
+        classes = size_classes(list(largest.items()), lambda _: REDUCE_SLOTS + nesting)
+        self.shared = Arena(self._collectives, BufferKind.REDUCE, classes)
+
+    def _follow_trainable(self, unit: Unit) -> None:
+        """Lay out the gradients of the groups that are trainable now. Drops the unit's own slot if it is too small."""
+        gradients = unit.gradients
+        gradients.close()  # it may still hold gradients that the user has dropped
+        gradients.place()
+        for group in unit.groups:
+            if self.keeps_gradients and group.trainable:
+                group.gradients.allocate()
+        own = self.own.get(unit)
+        if own is not None and own.buffer.bytes.numel() < gradients.reduce_bytes:
+            own.collectives.drop(self.own.pop(unit).buffer)
+
+    def give_own(self, unit: Unit) -> None:
+        """Allocate a reduce slot for this unit alone, if it has none."""
+        if unit not in self.own:
+            buffer = self._collectives.allocate(unit.gradients.reduce_bytes, BufferKind.REDUCE)
+            self.own[unit] = Slot[Unit](self._collectives, buffer)
+
+    def release(self, units: Sequence[Unit]) -> None:
+        """Free the memory of every slot, and of the gradient shards of groups without a gradient; `allocate` may be
+        called again. Only between steps."""
+        self._drop_shared()
+        for slot in self.own.values():
+            slot.collectives.drop(slot.buffer)
+        self.own.clear()
+        self._largest.clear()
+        for unit in units:
+            unit.gradients.forget_slots()
+            for group in unit.groups:
+                group.gradients.release()
+
+    def _drop_shared(self) -> None:
+        for slot in () if self.shared is None else self.shared.slots:
+            slot.collectives.drop(slot.buffer)
+        self.shared = None
+
+
+# The reducer ----------------------------------------------------------------------------------------------------------
 
 SEAM = "reducer"
 """Functions that are asked first for the class of a model's `Reducer`: (mesh, strategy) -> type[Reducer] | None."""

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.engine.units.calls import UnitCalls
-from shardwise.engine.units.gradients import Key, UnitGradients
-from shardwise.engine.units.group import Group
-from shardwise.engine.units.parameters import UnitParameters
 from shardwise.errors import UsageError
-from shardwise.modules.site import Values
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.fsdp.gradients import Key, UnitGradients
+from shardwise.fsdp.modules import Values
+from shardwise.fsdp.parameter_group import Group, UnitParameters
+from shardwise.fsdp.schedule import UnitCalls
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

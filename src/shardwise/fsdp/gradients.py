@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.comm.summation import ScaledAddition
-from shardwise.engine.units.arena import Slot
-from shardwise.engine.units.group import Group
+from shardwise.fsdp.buffers import ScaledAddition
+from shardwise.fsdp.parameter_group import Group
+from shardwise.fsdp.slots import Slot
 
 Key = tuple[int, int]
 """(group, parameter) of a unit."""

@@ -15,7 +15,30 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwise.layout.fragment import Fragment
+# Fragments ------------------------------------------------------------------------------------------------------------
+
+# A fragment: the intersection of one parameter with one rank's slice of a flat buffer.
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements [start, stop) of the flattened parameter `fqn`; they lie at `offset` of the rank's slice.
+
+    Every rank has a fragment of every parameter; many are empty (start == stop).
+    """
+
+    fqn: str
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+# Flat layouts ---------------------------------------------------------------------------------------------------------
 
 
 def round_up(value: int, multiple: int) -> int:
