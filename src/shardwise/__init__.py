@@ -54,6 +54,7 @@ _HOMES = {
 _ATTACHED = {
     "after an optimizer's step": ("engine.setup.torch_patches:after_step",),
     "before an optimizer's step": ("engine.setup.torch_patches:before_step",),
+    "channel": ("comm.store_channel:StoreChannel",),
     "collectives": ("comm.backends.select:choose",),
     "engine": (
         "engine.extensions.uncompiled:attach",

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch.distributed as dist
 
+from shardwise.comm.store_channel import StoreChannel
 from shardwise.errors import CollectiveTimeout, MismatchError
-from shardwise.fsdp.channel import StoreChannel
 from tests.engine.rig import on_ranks
 
 LABELS = {1: "the end of a forward", 2: "the end of a backward"}

@@ -19,12 +19,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardwise.errors import CollectiveTimeout, MismatchError, one_line
-from shardwise.fsdp.channel import ALL_OR_NONE, SAME_ORDER, quoted
 
 if TYPE_CHECKING:
     from shardwise.fsdp.collectives import Combine
     from shardwise.fsdp.mesh import Mesh
 
+SAME_ORDER = (
+    "Every rank must call the same units in the same order, in forward and in backward; a batch that one rank skips, "
+    "all must skip."
+)
+ALL_OR_NONE = "What one rank abandons, all must abandon: let the error end the run, or skip the step on every rank."
 _FIRST_UNIT_LABEL = 16
 _HEAD = struct.Struct("<QqQq")
 """The least hash and its rank, the greatest and its rank."""
@@ -225,3 +229,8 @@ def _combine(left: bytes, right: bytes) -> bytes:
 def _merged(left: bytes, right: bytes) -> bytes:
     """Combine two messages that are maps in JSON: the map with the items of both."""
     return json.dumps(json.loads(left) | json.loads(right)).encode()
+
+
+def quoted(reason: str) -> str:
+    """Return the reason why a rank raised, as part of a sentence. "" if it is not known."""
+    return f'"{reason}"' if reason else "an error"

@@ -25,23 +25,19 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.fsdp import operations as operations  # what optimizers may do with the sharded parameters made here
 from shardwise.fsdp.collectives import FINISHED, Buffer, BufferKind, Collectives, FlatSpan, Work
 from shardwise.fsdp.layout import FlatLayout, build_layout, round_up
 from shardwise.fsdp.modules import Original, Values, foreign_parameter, leaf_of, placeholder_of
 from shardwise.fsdp.sharded_parameter import SHARDED_ATTRIBUTE, Placement, ShardedParameter, piece_in
 from shardwise.fsdp.slots import SLOT_ALIGN_BYTES, Slot
 
-if TYPE_CHECKING:
-    from shardwise.fsdp.modules import Values
-
 # Gradients ------------------------------------------------------------------------------------------------------------
-
-# The gradient of a group's shard: what reductions add to, and what users find in `.grad`.
 
 
 class GradientShard:
@@ -131,8 +127,6 @@ class GradientShard:
 
 
 # Groups ---------------------------------------------------------------------------------------------------------------
-
-# A group: the parameters of one unit that share a dtype and are all trainable or all frozen, in one flat buffer.
 
 ALIGN_BYTES = 16
 """Parameters and slices start on this boundary in the narrowest dtype that holds them."""

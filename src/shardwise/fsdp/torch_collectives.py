@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ from shardwise.fsdp.buffers import (
     sent_parts,
     slice_of,
 )
-from shardwise.fsdp.channel import Channel, StoreChannel
 from shardwise.fsdp.collectives import (
     FINISHED,
     AllToAllPart,
@@ -50,6 +50,45 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _SUMMED = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 
+class Channel(Protocol):
+    """Exchanges messages between the ranks of a group. The methods are those of `Collectives`."""
+
+    def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
+        """See `Collectives.exchange`."""
+
+    def abandon(self, reason: str = "") -> None:
+        """See `Collectives.abandon`."""
+
+    def close(self) -> None:
+        """See `Collectives.close`."""
+
+
+MakeChannel = Callable[[dist.ProcessGroup, dict[int, str]], Channel]
+"""Makes a channel from a group and the labels in words. Every rank of the group calls it."""
+CHANNEL = "channel"
+"""Seam: the `MakeChannel` for groups that are given none."""
+
+
+class GroupChannel:
+    """A channel through the group's own collectives. A rank that raises tells nobody: its peers wait for the group's
+    timeout."""
+
+    def __init__(self, group: dist.ProcessGroup, labels: dict[int, str]) -> None:
+        self._group = group
+
+    def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
+        """Return all ranks' messages combined in rank order. On a device it waits for the collectives before it."""
+        messages = [b""] * self._group.size()
+        dist.all_gather_object(messages, message, group=self._group)
+        return functools.reduce(combine, messages)
+
+    def abandon(self, reason: str = "") -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing: the group is its owner's."""
+
+
 class TorchCollectives(PrivateBuffers):
     """Collectives of ranks whose process group supports CPU tensors."""
 
@@ -60,7 +99,7 @@ class TorchCollectives(PrivateBuffers):
         group: dist.ProcessGroup,
         device: torch.device | str = "cpu",
         poison: bool | None = None,
-        channel: Callable[[dist.ProcessGroup, dict[int, str]], Channel] = StoreChannel,
+        channel: MakeChannel | None = None,
     ) -> None:
         """Every rank of the group must call this.
 
@@ -68,12 +107,13 @@ class TorchCollectives(PrivateBuffers):
             group: the ranks' process group; it must have a backend for the device.
             device: this rank's device.
             poison: fill released buffers with 0xFF bytes; None: as the environment says.
-            channel: makes the channel for `exchange`, from the group and the labels in words.
+            channel: makes the channel for `exchange`; None: the one that is attached, else the group itself.
         """
         super().__init__(group.rank(), group.size(), device, poison)
         self.process_group = group
         self._group = group
-        self._channel = channel(group, self.labels)
+        make = channel or next(iter(registered(CHANNEL)), GroupChannel)
+        self._channel: Channel = make(group, self.labels)
 
     def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
         """Gather each span in place."""
@@ -124,7 +164,7 @@ class TorchCollectives(PrivateBuffers):
         dist.barrier(self._group)
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
-        """Exchange through the channel between hosts. Waits for no device."""
+        """Exchange through the channel."""
         return self._channel.exchange(message, combine, label)
 
     def abandon(self, reason: str = "") -> None:
@@ -182,7 +222,7 @@ def _widened(flat: Tensor) -> Tensor:
 # Collectives on accelerators. They are in place as NCCL defines it: a rank's slice is at buffer + rank * count.
 #
 # For every torch.distributed backend that works on streams: nccl (CUDA), rccl (ROCm; torch also calls it nccl), xccl
-# hccl.
+# and hccl.
 #
 # This rank's slices are written on one stream, gathers run on another and reductions on a third, so a slice is written
 # while the previous gather is still under way. Memory is ordered by events, never by `record_stream`, so that the
@@ -213,7 +253,7 @@ class StreamCollectives(TorchCollectives):
         device: torch.device,
         separate_reductions: bool = False,
         poison: bool | None = None,
-        channel: Callable[[dist.ProcessGroup, dict[int, str]], Channel] = StoreChannel,
+        channel: MakeChannel | None = None,
     ) -> None:
         """As that of `TorchCollectives`. `separate_reductions`: use a second communicator for reductions, so that they
         and gathers do not queue behind one another. It costs memory for the communicator's buffers a second time."""

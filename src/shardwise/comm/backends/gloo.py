@@ -21,9 +21,9 @@ from torch import Tensor
 
 from shardwise.comm.backends.rank_order_sum import RankOrderSum, pieces_of, shares
 from shardwise.comm.backends.signature import Reasons, in_words, mismatch, sign
+from shardwise.comm.store_channel import timeout_s
 from shardwise.errors import CollectiveTimeout, ShardwiseError
 from shardwise.fsdp.buffers import PrivateBuffers, check_reductions, received_parts, sent_parts, slice_of
-from shardwise.fsdp.channel import timeout_s
 from shardwise.fsdp.collectives import FINISHED, AllToAllPart, Buffer, ChainedWork, Combine, FlatSpan, Reduction, Work
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from torch.distributed import distributed_c10d
 
 from shardwise.comm.backends.signature import in_words, mismatch, sign
 from shardwise.comm.backends.tree import CHILDREN, children_of, parent_of
+from shardwise.comm.store_channel import store_of, timeout_s
 from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError
-from shardwise.fsdp.channel import store_of, timeout_s
 from shardwise.fsdp.collectives import Combine
 
 _TOKEN_BYTES = 16

@@ -20,6 +20,7 @@ from shardwise.comm.backends.rank_order_sum import RankOrderSum, pieces_of, shar
 from shardwise.comm.backends.shared_memory.counters import JOURNAL_LINES, Counter, Journal, Watch
 from shardwise.comm.backends.shared_memory.segment import Segment, make_private
 from shardwise.comm.backends.signature import sign
+from shardwise.comm.store_channel import timeout_s
 from shardwise.fsdp.buffers import (
     POISON_BYTE,
     NoStreams,
@@ -29,7 +30,6 @@ from shardwise.fsdp.buffers import (
     sent_parts,
     slice_of,
 )
-from shardwise.fsdp.channel import timeout_s
 from shardwise.fsdp.collectives import (
     FINISHED,
     AllToAllPart,

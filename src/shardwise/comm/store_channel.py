@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 from datetime import timedelta
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -18,13 +17,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from shardwise.errors import CollectiveTimeout, ConfigError, MismatchError, ShardwiseError
+from shardwise.fsdp.collective_log import ALL_OR_NONE, SAME_ORDER, quoted
 from shardwise.fsdp.collectives import Combine
 
-SAME_ORDER = (
-    "Every rank must call the same units in the same order, in forward and in backward; a batch that one rank skips, "
-    "all must skip."
-)
-ALL_OR_NONE = "What one rank abandons, all must abandon: let the error end the run, or skip the step on every rank."
 CONSEQUENCES = {kind.__name__: kind for kind in (MismatchError, CollectiveTimeout)}
 """Errors that quote a cause: ranks that learn of one repeat it."""
 _DEFAULT_TIMEOUT_S = 1800.0
@@ -32,19 +27,6 @@ _DEFAULT_TIMEOUT_S = 1800.0
 _ABANDONED = -1
 """In place of a label: the rank raised."""
 _LABEL_BYTES = 8
-
-
-class Channel(Protocol):
-    """Exchanges messages between the ranks of a group. The methods are those of `Collectives`."""
-
-    def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
-        """See `Collectives.exchange`."""
-
-    def abandon(self, reason: str = "") -> None:
-        """See `Collectives.abandon`."""
-
-    def close(self) -> None:
-        """See `Collectives.close`."""
 
 
 class StoreChannel:
@@ -115,11 +97,6 @@ class StoreChannel:
 
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """By group: the number of channels made so far, which is the same on each of its ranks."""
-
-
-def quoted(reason: str) -> str:
-    """Return the reason why a rank raised, as part of a sentence. "" if it is not known."""
-    return f'"{reason}"' if reason else "an error"
 
 
 def abandoned(peer: int, reason: str, rank: int, here: str) -> ShardwiseError:
