@@ -79,6 +79,7 @@ _ATTACHED = {
     "sharded parameters": tuple(
         f"sharded.extensions.{module}:attach"
         for module in (
+            "rare_operations",
             "read_whole",
             "random_fill",
             "loss_scaling",
@@ -89,6 +90,7 @@ _ATTACHED = {
             "dcp_chunks",
             "dtensor_names",
             "conversions",
+            "ways_out",
         )
     ),
 }

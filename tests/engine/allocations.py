@@ -20,7 +20,10 @@ from typing import Any
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-_ENGINE = re.compile(r"shardwise/(comm/|engine/(?!setup/torch_patches))")  # the latter is around all of autograd
+_ENGINE = re.compile(
+    r"shardwise/(comm/|fsdp/(?!operations|sharded_parameter|step_hooks)|engine/(?!setup/torch_patches))"
+)
+"""Not what optimizers call, nor the patches, which are around all of autograd."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ ALONE = """
     from torch import nn
     from shardwise.errors import UsageError
     from shardwise.fsdp.layout import build_layout
-    from shardwise.fsdp.sharded_parameter import ShardedParameter
-    from shardwise.fsdp.sharded_parameter import Placement
+    from shardwise.fsdp import operations
+    from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter
 
     assert not [name for name in sys.modules if name.startswith("shardwise.sharded.extensions.")]
 

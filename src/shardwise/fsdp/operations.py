@@ -71,18 +71,6 @@ def _same_elements(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str,
     return alias
 
 
-def _as_real(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedParameter:
-    """View a complex parameter as real pairs, as optimizers do: a piece of whole elements is a piece of whole pairs.
-    The view has a version of its own, but the unit learns of a step's writes without it (`Owner.stepped`)."""
-    return ShardedParameter(torch.view_as_real(args[0].local).view(-1), args[0].placement.as_real)
-
-
-def _as_complex(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedParameter:
-    """View real pairs as complex numbers again. Pairs are never cut: slices and parameters start on multiples of 16
-    bytes."""
-    return ShardedParameter(torch.view_as_complex(args[0].local.view(-1, 2)), args[0].placement.as_complex)
-
-
 class Elementwise:
     """Runs one operation on single tensors. Its schema tells which arguments it writes, by position or keyword."""
 
@@ -104,8 +92,8 @@ class Elementwise:
         written = [args[i] for i in self._positions] + [kwargs[name] for name in self._keywords]
         if not all(isinstance(target, ShardedParameter) for target in written):
             _not_into_plain(first.placement, func)
-        local_args = [_piece(value, first, func) for value in args]
-        local_kwargs = {name: _piece(value, first, func) for name, value in kwargs.items()}
+        local_args = [piece_of(value, first, func) for value in args]
+        local_kwargs = {name: piece_of(value, first, func) for name, value in kwargs.items()}
         result = func(*local_args, **local_kwargs)
         if written:
             torch.autograd.graph.increment_version([target.local for target in written])
@@ -130,23 +118,7 @@ class _Copy(Elementwise):
         return super().__call__(func, args, kwargs)
 
 
-def _put_by_mask(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedParameter:
-    """Run `tensor[mask] = number` (Rprop), the only indexing that is elementwise."""
-    target, indices, value = args[:3]
-    by_mask = len(indices) == 1 and isinstance(indices[0], ShardedParameter) and indices[0].dtype == torch.bool
-    if not isinstance(target, ShardedParameter) or not by_mask:
-        sharded = first_sharded((target, indices, value), {})
-        raise UsageError(
-            f"{func} of the sharded {sharded.fqn!r}: only tensor[mask] = number works, with a mask made from it. "
-            "Use sw.unsharded(model, writeback=True)"
-        )
-    piece = target.local
-    func(piece, [_piece(indices[0], target, func)], _piece(value, target, func), *args[3:])
-    torch.autograd.graph.increment_version(piece)
-    return target
-
-
-def _piece(value: Any, first: ShardedParameter, func: OpOverload) -> Any:
+def piece_of(value: Any, first: ShardedParameter, func: OpOverload) -> Any:
     """Return what replaces an argument in a call on pieces that are cut like `first`."""
     kind = type(value)
     if kind is ShardedParameter or (kind not in _NUMBERS and isinstance(value, ShardedParameter)):
@@ -275,9 +247,6 @@ def _check_positions(
 _BY_NAME: dict[str, Handler] = {
     "aten::detach": _same_elements,
     "aten::alias": _same_elements,
-    "aten::view_as_real": _as_real,
-    "aten::view_as_complex": _as_complex,
-    "aten::index_put_": _put_by_mask,
 }
 
 # Norms ----------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NoReturn, Protocol, Self
 
@@ -97,22 +97,6 @@ class Placement:
     def fragment(self) -> Fragment:
         """This rank's piece."""
         return self.layout.fragment(self.index, self.shard_group.rank)
-
-    @cached_property
-    def as_real(self) -> Placement:
-        """The placement of the same complex elements, seen as pairs of real ones."""
-        entry = self.layout.entries[self.index]
-        pairs = replace(entry, shape=(*entry.shape, 2), start=2 * entry.start, numel=2 * entry.numel)
-        layout = replace(self.layout, entries=(pairs,), numel=2 * self.layout.numel)
-        return Placement(layout, 0, self.shard_group, self.replicas)
-
-    @cached_property
-    def as_complex(self) -> Placement:
-        """The placement of the same pairs of real elements, seen as complex ones. Slices hold whole pairs."""
-        entry = self.layout.entries[self.index]
-        whole = replace(entry, shape=entry.shape[:-1], start=entry.start // 2, numel=entry.numel // 2)
-        layout = replace(self.layout, entries=(whole,), numel=self.layout.numel // 2)
-        return Placement(layout, 0, self.shard_group, self.replicas)
 
 
 def same_cut(a: Placement, b: Placement) -> bool:
@@ -414,29 +398,14 @@ class ShardedParameter(Tensor):
 
 LOOK = "use .full_tensor() (collective) for the whole, .local for this rank's piece"
 """The way out for whoever looks at numbers."""
-_ANYTHING_ELSE = (
-    "each rank holds only a 1-D piece, and this operation is neither elementwise nor a whole-tensor reduction. To "
-    "compute outside the model's forward, call sw.register_forward_method(module, name) for a method, or "
-    "sw.unshard(module) (collective) before a loss. Otherwise use sw.unsharded(model), .full_tensor() (collective), "
-    "or .local for this rank's piece. Apply parametrizations (spectral_norm, ...) and pruning before sw.shard, and "
-    "build optimizers of whole matrices (Muon, ...) with sw.optim.whole_matrix"
-)
-_INNER = "The inner product of two gradients of one parameter is (a * b).sum(), which is global"
-_GRADIENT_EDGE = (
-    "its gradient goes to the leaf that its unit computes with instead, so a hook of "
-    "torch.autograd.graph.register_multi_grad_hook would never run: use the parameters' own register_hook (this "
-    "rank's gradient) or register_post_accumulate_grad_hook (the mean over ranks)"
-)
-_WAYS_OUT: dict[str, str] = {
-    "aten::_local_scalar_dense": LOOK,
-    "aten::_foreach_powsum": "use torch._foreach_norm",
-    "aten::permute": f"{_INNER}. {_ANYTHING_ELSE}",
-    "aten::view": "each rank holds only a 1-D piece, which has no other shape. Apply weight_norm, pruning and other "
-    "parametrizations before sw.shard, and call parameters_to_vector and the like in sw.unsharded(model). To "
-    "compute a loss outside the model's forward, call sw.unshard(module) first (collective). "
-    f"DistributedDataParallel around a sharded model is not needed: backward reduces gradients. {_INNER}",
-}
-_RANDOM = "each rank would draw its own numbers: initialise before sw.shard, or in sw.unsharded(model, writeback=True)"
+Advise = Callable[[OpOverload, ShardedParameter, tuple[Any, ...]], str]
+"""Returns the way out for an operation that is not possible, given the sharded parameter and the arguments."""
+_advisers: list[Advise] = []
+
+
+def advise(adviser: Advise) -> None:
+    """Let `adviser` find the way out that refusals name."""
+    _advisers.append(adviser)
 
 
 def first_sharded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShardedParameter:
@@ -450,13 +419,9 @@ def first_sharded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShardedPara
 
 def _refuse(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
     """Raise the error for an operation that cannot be computed on a piece."""
-    name = func._schema.name
-    random = torch.Tag.nondeterministic_seeded in func.tags
-    way_out = _RANDOM if random else _WAYS_OUT.get(name, _ANYTHING_ELSE)
     sharded = first_sharded(args, kwargs)
-    if name == "aten::view" and tuple(args[1]) == sharded.shape:  # how torch finds where a gradient arrives
-        sharded.refuse(name.replace("::", "."), _GRADIENT_EDGE)
-    raise NotOnPiecesError(_refusal(name.replace("::", "."), sharded.fqn, way_out))
+    way_out = next((adviser(func, sharded, args) for adviser in _advisers), f"each rank holds only a piece: {LOOK}")
+    raise NotOnPiecesError(_refusal(func._schema.name.replace("::", "."), sharded.fqn, way_out))
 
 
 def _refusal(operation: str, fqn: str, way_out: str) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.fsdp.engine import Engine
 
-_UNCOMPILED = ("shardwise.engine", "shardwise.sharded")
+_UNCOMPILED = ("shardwise.fsdp", "shardwise.engine", "shardwise.sharded")
 
 
 def leave_uncompiled() -> None:
