@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -122,22 +124,75 @@ def test_a_revision_is_read(hub: mock.Hub, tmp_path: Path) -> None:
     assert b"llama" in (Path(had(hub, tmp_path / "home", f"org/single@{old}")) / "config.json").read_bytes()
 
 
-def test_an_interrupted_download_goes_on_where_it_was(hub: mock.Hub, tmp_path: Path) -> None:
-    """A process that is killed keeps the files that it had completely."""
-    big = os.urandom(2 * 2**20)
+def test_a_killed_download_is_gone_on_with(hub: mock.Hub, tmp_path: Path) -> None:
+    """A process that is killed keeps every byte that it had, and nothing is downloaded twice."""
+    big = os.urandom(64 * 2**20)
     hub.add("org/sharded", {**SHARDED, "model-2.safetensors": big})
-    hub.bytes_per_s = 2**20
+    hub.bytes_per_s = 40 * 2**20
     variables = {**os.environ, **hub.environment(tmp_path / "home")}
     client = subprocess.Popen([sys.executable, "-c", CODE, "org/sharded", "weights"], env=variables)
-    while not any((tmp_path / "home").rglob("model-1.safetensors")):
+    while sum(path.stat().st_size for path in (tmp_path / "home").rglob("*.partial")) <= 10 * 2**20:
         assert client.poll() is None
         time.sleep(0.01)
     client.kill()
     client.wait()
+    (partial,) = (tmp_path / "home").rglob("*.partial")
+    had_bytes = partial.stat().st_size
     hub.bytes_per_s = None
-    folder = Path(had(hub, tmp_path / "home", "org/sharded"))
-    assert (folder / "model-2.safetensors").read_bytes() == big
+    hub.cut["model-2.safetensors"] = 12 * 2**20  # and what is gone on with is cut as well
+    said = had(hub, tmp_path / "home", "org/sharded")
+    assert (Path(said) / "model-2.safetensors").read_bytes() == big
+    sent = [r for r in hub.recorded("model-2.safetensors") if r.method == "GET" and r.path.startswith("/cdn")]
+    assert [r.status for r in sent] == [200, 206, 206]
+    assert sent[1].sent_bytes == 12 * 2**20
+    assert sent[2].sent_bytes == len(big) - had_bytes - 10 * 2**20  # whole chunks of ten MiB are kept
     assert sum(r.sent_bytes for r in hub.recorded("model-1.safetensors")) == len(TENSORS)
+    assert not [*(tmp_path / "home").rglob("*.partial")]
+
+
+@pytest.mark.parametrize("wrong", [bytes(40), bytes(4000)], ids=["too short", "too long"])
+def test_damaged_bytes_of_a_killed_download_are_fetched_anew(hub: mock.Hub, tmp_path: Path, wrong: bytes) -> None:
+    """As a power failure leaves them."""
+    hub.add("org/single", SINGLE)
+    blobs = tmp_path / "home" / "hub" / "models--org--single" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(TENSORS).hexdigest()}.partial").write_bytes(wrong)
+    assert (Path(had(hub, tmp_path / "home", "org/single")) / "model.safetensors").read_bytes() == TENSORS
+    assert [path.stat().st_size for path in blobs.glob("*") if len(path.name) == 64] == [len(TENSORS)]
+
+
+def test_processes_that_download_at_the_same_time_download_once(hub: mock.Hub, tmp_path: Path) -> None:
+    hub.add("org/single", {**SINGLE, "model.safetensors": TENSORS + bytes(2**20)})
+    hub.bytes_per_s = 2**19
+    variables = {**os.environ, **hub.environment(tmp_path / "home")}
+    command = [sys.executable, "-c", CODE, "org/single", "weights"]
+    clients = [subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    folders = {client.communicate(timeout=120)[0].splitlines()[-1] for client in clients}
+    assert len(folders) == 1
+    assert sum(r.sent_bytes for r in hub.recorded("model.safetensors")) == len(TENSORS) + 2**20
+
+
+def test_an_interrupt_ends_a_download_and_keeps_its_bytes(hub: mock.Hub, tmp_path: Path) -> None:
+    big = os.urandom(48 * 2**20)
+    hub.add("org/single", {**SINGLE, "model.safetensors": big})
+    hub.bytes_per_s = 20 * 2**20
+    variables = {**os.environ, **hub.environment(tmp_path / "home")}
+    command = [sys.executable, "-c", CODE, "org/single", "weights"]
+    client = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not sum(path.stat().st_size for path in (tmp_path / "home").rglob("*.partial")):
+        assert client.poll() is None
+        time.sleep(0.01)
+    client.send_signal(signal.SIGINT)
+    client.communicate(timeout=60)
+    (partial,) = (tmp_path / "home").rglob("*.partial")
+    had_bytes = partial.stat().st_size
+    assert 0 < had_bytes < len(big)
+    hub.bytes_per_s = None
+    variables = {**os.environ, **hub.environment(tmp_path / "home")}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    said, folder = done.stdout.splitlines()
+    assert f"the last {len(big) - had_bytes:,} bytes" in said
+    assert (Path(folder) / "model.safetensors").read_bytes() == big
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tests.layers import MODULES, ROOT, imports_of
 
 # What each package may import besides itself. Packages of one layer may not import each other.
 LAYERS = [
-    {"accelerators", "errors", "liveness", "registry", "suggest", "tables", "toml_text"},
+    {"accelerators", "downloads", "errors", "liveness", "registry", "suggest", "tables", "toml_text"},
     {"fsdp"},
     {"device_tools", "layout", "policy", "foreign", "hub", "together"},
     {"comm", "files"},

@@ -13,10 +13,12 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from shardwise.downloads import LargeFile, download
 from shardwise.errors import HubError, one_line
 from shardwise.suggest import nearest_path
 
@@ -71,6 +73,8 @@ class Listing:
     """Pinned to the commit."""
     files: Mapping[str, int]
     """Bytes by path."""
+    sha256: Mapping[str, str] = field(default_factory=dict)
+    """Checksums of the files that are stored outside of git, the large ones, by path."""
     is_whole: bool = True
     """False where the hub was not asked and only the files in the cache are known."""
 
@@ -127,8 +131,8 @@ def fetch(
 ) -> Path:
     """Return the directory of a model as `local` does, and download first what of it is missing.
 
-    One process of a machine is to call this; the others' calls then find everything in the cache. What a connection
-    that broke had brought is kept and continued; an interrupted process has kept the files that were complete.
+    One process of a machine is to call this; the others' calls then find everything in the cache. What an interrupted
+    process or a connection that broke had brought of the weights is kept, and the next call goes on from there.
 
     Args:
         text: a path, which is returned as it is, or a name.
@@ -225,7 +229,10 @@ def listing(name: HubName, where: str, kind: str = "model") -> Listing:
             return known
         assert info.sha is not None
         _remember(name, kind, info.sha)
-        found = Listing(name.at(info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()})
+        files = info.siblings or ()
+        sizes = {file.rfilename: file.size or 0 for file in files}
+        large = {file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None}
+        found = Listing(name.at(info.sha), sizes, large)
         _LISTED[found.name, kind] = found
         return found
 
@@ -431,7 +438,8 @@ def _cached_listing(name: HubName, kind: str) -> Listing | None:
     pinned = name.at(folder.name)
     try:
         tree = get_cached_repo_tree(name.repository, repo_type=kind, revision=folder.name)
-        return Listing(pinned, {file.path: file.size for file in tree})
+        large = {file.path: file.lfs.sha256 for file in tree if file.lfs is not None}
+        return Listing(pinned, {file.path: file.size for file in tree}, large)
     except CachedRepoTreeNotFoundError:
         found = (path for path in folder.rglob("*") if path.is_file())
         sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
@@ -457,20 +465,41 @@ def _download(listed: Listing, paths: list[str], where: str, say: Callable[[str]
         missing = paths if folder is None else [path for path in paths if not (folder / path).exists()]
         if folder is not None and not missing:
             return folder
-        check_room(sum(listed.files[path] for path in missing), name, where, _cache())
+        large = _large_files(listed, missing) if say is not None else []
+        nbytes = sum(listed.files[path] for path in missing)
+        had = sum(file.had_bytes for file in large)
+        check_room(nbytes - had, name, where, _cache())
         if say is not None:
-            nbytes = sum(listed.files[path] for path in missing)
             files = f"{len(missing)} of {len(paths)} files of weights"
-            say(f"{shown(str(name))}: downloading {files}, {_size(nbytes)}, to {_cache()}")
+            rest = f"the last {_size(nbytes - had)}, of {_size(nbytes)}" if had else _size(nbytes)
+            say(f"{shown(str(name))}: downloading {files}, {rest}, to {_cache()}")
+            download(large)
         return Path(
             snapshot_download(
                 name.repository,
                 revision=name.revision,
                 allow_patterns=[_literally(path) for path in missing],
                 max_workers=_AT_ONCE,
-                tqdm_class=None if say is not None else _silent_bar(),
+                tqdm_class=None if say is not None and len(large) < len(missing) else _silent_bar(),
             )
         )
+
+
+def _large_files(listed: Listing, paths: list[str]) -> list[LargeFile]:
+    """Return the files among `paths` whose downloads can be continued by another process: those whose bytes come by
+    plain HTTP, not from Xet's storage."""
+    from huggingface_hub import constants, hf_hub_url
+
+    if not constants.HF_HUB_DISABLE_XET and find_spec("hf_xet") is not None:
+        return []
+    name, place = listed.name, _place(listed.name, "model")
+    return [
+        LargeFile(
+            hf_hub_url(name.repository, path, revision=name.revision), listed.sha256[path], listed.files[path], place
+        )
+        for path in paths
+        if path in listed.sha256
+    ]
 
 
 def check_room(nbytes: int, name: HubName, where: str, cache: Path) -> None:
