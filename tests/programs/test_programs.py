@@ -15,7 +15,7 @@ from tests.programs import program as language
 from tests.programs.drawing import draw, is_legal, program_of
 from tests.programs.features import features
 from tests.programs.fleet import Fleet
-from tests.programs.program import Program
+from tests.programs.program import Node, Program, Sharding, Train
 from tests.programs.running import Outcome
 from tests.programs.shrinking import smaller_ones
 
@@ -37,6 +37,21 @@ def test_random_programs_match(ranks: RankPools, group: int) -> None:
                 again = f"python tests/programs/survey.py --replay {seed}"
                 failed.append(f"seed {seed} ({again}):\n{result}\n{result.program}")
     assert not failed, "\n\n".join(failed)
+
+
+@pytest.mark.parametrize("inside", ["one unit", "nested units"])
+def test_a_recomputation_that_one_rank_starts_alone(ranks: RankPools, inside: str) -> None:
+    """A checkpoint around units and, after them, a layer of the root that only one rank runs: there the layer's saved
+    tensor starts the recomputation, on others the gradient of the last unit's output."""
+    leaf = Node("dense", unit=True)
+    units = {"one unit": (leaf,), "nested units": (leaf, Node("aux", children=(leaf,), unit=True))}[inside]
+    alone = Node("depth", children=(Node("dense"),), option="rank")
+    model = Node("chain", children=(Node("checkpoint", children=(*units, alone), option="non-reentrant"),))
+    program = Program(965, model=model, sharding=Sharding(units="marked"), actions=(Train(), Train()))
+    assert is_legal(program)
+    with Fleet(ranks) as fleet:
+        result = fleet.run(program)
+    assert result.outcome is Outcome.OK, result
 
 
 @given(programs)

@@ -259,6 +259,9 @@ class Engine:
         recompute = torch._C._current_graph_task_id() != -1
         if not recompute and (unit is self.root or not self.forwards.are_around):
             self._begin_step(unit)
+        if recompute and self._walked and not unit.calls.in_backward:
+            newest = self._walked[-1]
+            self._pass(newest, newest.recomputed(unit, torch._C._current_graph_task_id()))
         for hook in self.hooks.begin_forward:
             hook(unit)
         self.allocate()

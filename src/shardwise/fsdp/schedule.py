@@ -277,6 +277,20 @@ class ForwardPass(Generic[U]):
         """Whether `backward` has passed the end of the call, where the call's backward begins."""
         return backward == self._backward and self._position <= call.end
 
+    def recomputed(self, unit: U, backward: int) -> int:
+        """Return the moment that `backward` has come to if it recomputes a call of the unit, as a checkpoint does: that
+        at which the call that ended last ended, with those inside it that ended with it. What one rank alone runs in a
+        checkpoint may start the recomputation before the gradients arrive that tell other ranks the same."""
+        come_to = len(self._moments)
+        if backward != self._backward or all(call.unit is not unit for call in self._moments[: self._position]):
+            return come_to
+        for position in reversed(range(self._position)):
+            call = self._moments[position]
+            if call.has_backward and position != call.end:
+                break
+            come_to = position
+        return come_to
+
     def walk_back(self, position: int = 0) -> Iterator[tuple[Call[U], bool]]:
         """Pass the moments from the last one passed back to `position`, inclusive. Yields for each its call and whether
         it is the call's end (its backward begins) or its beginning (its backward is over)."""
