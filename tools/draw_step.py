@@ -172,7 +172,7 @@ class Bar(NamedTuple):
 
 @dataclass
 class Timeline:
-    """Bars by row, and moments at which ranks compare what they did."""
+    """Bars by row, and points at which ranks compare what they did."""
 
     bars: list[Bar] = field(default_factory=list)
     exchanges: list[float] = field(default_factory=list)

@@ -59,7 +59,7 @@ class Formula:
         """Of the busier way: weights come, gradients go, and all but a step's first come to be added to."""
         places, up, down = self.job.offload, 0, 0
         if places is not None and places.params is not None:
-            up += (1 if self.job.strategy.keeps_params else 2) * self.job.accumulation * 32
+            up += (2 if self.job.strategy.reshards_after_forward else 1) * self.job.accumulation * 32
         if places is not None and places.gradients is not None:
             up += (self.job.accumulation - 1) * 32
             down += self.job.accumulation * 32
@@ -126,7 +126,7 @@ def formula(job: Job, **more: Any) -> Any:
         "optimizer": 64 * GIB // job.shard_ranks,
         "grad_shards": (32 * GIB // job.shard_ranks) * (job.accumulation > 1),
         "reduce_slots": 0,
-        "gathered_slots": (16 if job.strategy.keeps_params else 2) * GIB,
+        "gathered_slots": (2 if job.strategy.reshards_after_forward else 16) * GIB,
         "activations": int(kept * GIB * job.micro_batch * job.seq_len / 2048),
     }
     for kind in job.elsewhere:

@@ -52,17 +52,19 @@ def test_anything_else_is_told_the_names(asked: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sharded", "replicated", "keeps_params", "keeps_grads"),
+    ("name", "sharded", "replicated", "reshards_after_forward", "has_full_gradients"),
     [
-        ("no_shard", False, True, True, False),
-        ("shard_optimizer", True, False, True, True),
-        ("shard_grad_op", True, False, True, False),
-        ("full_shard", True, False, False, False),
-        ("hybrid_shard", True, True, False, False),
-        ("hybrid_shard_zero2", True, True, True, False),
+        ("no_shard", False, True, False, False),
+        ("shard_optimizer", True, False, False, True),
+        ("shard_grad_op", True, False, False, False),
+        ("full_shard", True, False, True, False),
+        ("hybrid_shard", True, True, True, False),
+        ("hybrid_shard_zero2", True, True, False, False),
     ],
 )
-def test_traits(name: str, sharded: bool, replicated: bool, keeps_params: bool, keeps_grads: bool) -> None:
+def test_traits(
+    name: str, sharded: bool, replicated: bool, reshards_after_forward: bool, has_full_gradients: bool
+) -> None:
     strategy = Strategy.parse(name)
-    traits = strategy.sharded, strategy.replicated, strategy.keeps_params, strategy.keeps_grads
-    assert traits == (sharded, replicated, keeps_params, keeps_grads)
+    traits = strategy.sharded, strategy.replicated, strategy.reshards_after_forward, strategy.has_full_gradients
+    assert traits == (sharded, replicated, reshards_after_forward, has_full_gradients)

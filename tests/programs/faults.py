@@ -118,8 +118,8 @@ def used_flag_lost() -> AbstractContextManager[Any]:
     """A rank goes by its own word on which parameters were used."""
 
     def change(original: Change) -> Change:
-        def agree(self: Any, moment: Any, flags: bytes = b"") -> bytes:
-            original(self, moment, flags)
+        def agree(self: Any, point: Any, flags: bytes = b"") -> bytes:
+            original(self, point, flags)
             return flags
 
         return agree

@@ -455,7 +455,7 @@ class Engine:
         self._walk_back(forward, call.begin)
 
     def _walk_back(self, forward: ForwardPass[Unit], position: int) -> None:
-        """Handle every moment down to `position` that this backward has not passed yet."""
+        """Handle every point down to `position` that this backward has not passed yet."""
         if forward.follow(torch._C._current_graph_task_id()):
             self.begin_backward()
             self.log.backward_began(forward.order)
@@ -535,7 +535,7 @@ class Engine:
         self.log.note_step()
 
     def finish_backward(self) -> None:
-        """End this backward, once autograd is done: pass the moments left, reduce the rest and write all gradients."""
+        """End this backward, once autograd is done: pass the points left, reduce the rest and write all gradients."""
         self.backward = Backward.ENDING
         try:
             self._reduce_the_rest()

@@ -145,7 +145,7 @@ class ReduceSlots:
     def __init__(self, collectives: Collectives) -> None:
         """`collectives`: those that reduce gradients first."""
         self._collectives = collectives
-        self.keeps_gradients = True
+        self.allocates_gradients = True
         """Whether gradient shards are allocated with the slots; else when the first sum is added to them."""
         self.shared: Arena[Unit] | None = None
         self.own: dict[Unit, Slot[Unit]] = {}
@@ -188,7 +188,7 @@ class ReduceSlots:
         gradients.close()  # it may still hold gradients that the user has dropped
         gradients.place()
         for group in unit.groups:
-            if self.keeps_gradients and group.trainable:
+            if self.allocates_gradients and group.trainable:
                 group.gradients.allocate()
         own = self.own.get(unit)
         if own is not None and own.buffer.bytes.numel() < gradients.reduce_bytes:

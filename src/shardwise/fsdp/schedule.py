@@ -1,9 +1,9 @@
 """Calls of units, and the outermost forward that they are part of, from its beginning to the end of its backward.
 
-Backward walks back through the moments of a forward pass, last first: where a call ended, its backward begins; where it
+Backward walks back through the points of a forward pass, last first: where a call ended, its backward begins; where it
 began, its backward is over. Autograd runs the newest nodes first, so hooks of one backward come in that order on every
 rank; but which hooks fire depends on the tensors that took part in this rank's loss. So a hook only reports how far
-backward has come, and the engine does what is due at *every* moment passed on the way, even where that moment's own
+backward has come, and the engine does what is due at *every* point passed on the way, even where that point's own
 hook never fires: a unit whose inside this rank skipped, a head that only another rank's loss reads, a prefix that is
 detached here. What ranks gather and reduce, and in which order, then depends on the calls of the forward pass alone,
 which they all made alike."""
@@ -109,9 +109,9 @@ class Call(Generic[U]):
         self.recompute = recompute
         """Whether a checkpoint runs this forward again, inside a backward."""
         self.begin = -1
-        """Index of the moment at which it began, among those of its forward pass; -1 outside grad mode."""
+        """Index of the point at which it began, among those of its forward pass; -1 outside grad mode."""
         self.end = -1
-        """Index of the moment at which it ended; -1 while it is under way, if it raised, and outside grad mode."""
+        """Index of the point at which it ended; -1 while it is under way, if it raised, and outside grad mode."""
         self.has_backward = False
         """Whether a gradient may flow through it."""
         self.is_first = False
@@ -126,13 +126,13 @@ class Call(Generic[U]):
         """The exception that the call raised, or None. Only valid in its post-forward hook."""
         return None if id(sys.exception()) == self._handled else sys.exception()
 
-    def begin_at(self, moment: int) -> None:
-        """Set the moment at which it begins, in grad mode."""
-        self.begin = moment
+    def begin_at(self, point: int) -> None:
+        """Set the point at which it begins, in grad mode."""
+        self.begin = point
 
-    def end_at(self, moment: int, has_backward: bool) -> None:
-        """Set the moment at which it returned, and whether it has a backward."""
-        self.end, self.has_backward = moment, has_backward
+    def end_at(self, point: int, has_backward: bool) -> None:
+        """Set the point at which it returned, and whether it has a backward."""
+        self.end, self.has_backward = point, has_backward
 
     def be_first(self, is_first: bool) -> None:
         """Set whether no earlier call of its unit has a backward, as far as is known."""
@@ -228,12 +228,12 @@ class UnitCalls(Generic[U]):
 class ForwardPass(Generic[U]):
     """One outermost forward: when the calls inside it began and ended, and how far backward has come."""
 
-    __slots__ = ("_backward", "_first", "_moments", "_position", "order")
+    __slots__ = ("_backward", "_first", "_points", "_position", "order")
 
     def __init__(self, order: int) -> None:
         self.order = order
         """Grows from pass to pass."""
-        self._moments: list[Call[U]] = []
+        self._points: list[Call[U]] = []
         self._first: dict[U, Call[U]] = {}
         self._backward = -1
         """Graph task id of the backward that `_position` belongs to: a retained graph has several backwards."""
@@ -241,15 +241,15 @@ class ForwardPass(Generic[U]):
 
     def begin(self, call: Call[U]) -> None:
         """Note that a call begins, in grad mode."""
-        call.begin_at(len(self._moments))
-        self._moments.append(call)
+        call.begin_at(len(self._points))
+        self._points.append(call)
 
     def end(self, call: Call[U], has_backward: bool) -> None:
         """Note that a call has returned. Does nothing if it began outside grad mode."""
         if call.begin < 0:
             return
-        call.end_at(len(self._moments), has_backward)
-        self._moments.append(call)
+        call.end_at(len(self._points), has_backward)
+        self._points.append(call)
         if has_backward:
             first = self._first.get(call.unit)
             if first is None or call.begin < first.begin:
@@ -259,18 +259,18 @@ class ForwardPass(Generic[U]):
                 self._first[call.unit] = call
 
     def follow(self, backward: int) -> bool:
-        """Start `backward` at the pass's last moment if this is its first report. Returns whether it is."""
+        """Start `backward` at the pass's last point if this is its first report. Returns whether it is."""
         if backward == self._backward:
             return False
         self._backward = backward
-        self._position = len(self._moments)
+        self._position = len(self._points)
         self.close()
         return True
 
     def close(self) -> None:
         """Close every open call, because the last backward raised or another one begins."""
-        for call in self._moments:
-            if call.is_open:  # a method's call for each moment of each backward adds up
+        for call in self._points:
+            if call.is_open:  # a method's call for each point of each backward adds up
                 call.close()
 
     def has_come_to(self, call: Call[U], backward: int) -> bool:
@@ -278,23 +278,23 @@ class ForwardPass(Generic[U]):
         return backward == self._backward and self._position <= call.end
 
     def recomputed(self, unit: U, backward: int) -> int:
-        """Return the moment that `backward` has come to if it recomputes a call of the unit, as a checkpoint does: that
+        """Return the point that `backward` has come to if it recomputes a call of the unit, as a checkpoint does: that
         at which the call that ended last ended, with those inside it that ended with it. What one rank alone runs in a
         checkpoint may start the recomputation before the gradients arrive that tell other ranks the same."""
-        come_to = len(self._moments)
-        if backward != self._backward or all(call.unit is not unit for call in self._moments[: self._position]):
+        come_to = len(self._points)
+        if backward != self._backward or all(call.unit is not unit for call in self._points[: self._position]):
             return come_to
         for position in reversed(range(self._position)):
-            call = self._moments[position]
+            call = self._points[position]
             if call.has_backward and position != call.end:
                 break
             come_to = position
         return come_to
 
     def walk_back(self, position: int = 0) -> Iterator[tuple[Call[U], bool]]:
-        """Pass the moments from the last one passed back to `position`, inclusive. Yields for each its call and whether
+        """Pass the points from the last one passed back to `position`, inclusive. Yields for each its call and whether
         it is the call's end (its backward begins) or its beginning (its backward is over)."""
         while self._position > position:
             self._position -= 1
-            call = self._moments[self._position]
+            call = self._points[self._position]
             yield call, self._position == call.end

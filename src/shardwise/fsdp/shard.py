@@ -411,7 +411,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the settings of an engine, and the seams
     plans = assign_parameters(model, choose_units(model, seams.planners), skipped)
     for review in seams.reviews:
         review(model, plans)
-    resharding = not strategy.keeps_params if resharding is None else resharding
+    resharding = strategy.reshards_after_forward if resharding is None else resharding
     mesh = build_mesh(strategy, mesh, None if isinstance(resharding, bool) else resharding, None)
     engine = Engine(mesh, strategy, precision or Precision(), slots, resharding, align)
     units = _build_units(model, plans, engine, seams)

@@ -31,8 +31,8 @@ OTHER_NAMES = {
 class _Traits:
     sharded: bool
     replicated: bool
-    keeps_params: bool
-    keeps_grads: bool
+    reshards_after_forward: bool
+    has_full_gradients: bool
 
 
 class Strategy(enum.Enum):
@@ -66,14 +66,15 @@ class Strategy(enum.Enum):
         return _TRAITS[self].replicated
 
     @property
-    def keeps_params(self) -> bool:
-        """Whether gathered parameters stay until the weights change: a slot per unit, not a few per size class."""
-        return _TRAITS[self].keeps_params
+    def reshards_after_forward(self) -> bool:
+        """Whether gathered parameters are freed after forward and gathered again in backward. Otherwise they stay until
+        the weights change, in a slot per unit instead of a few per size class."""
+        return _TRAITS[self].reshards_after_forward
 
     @property
-    def keeps_grads(self) -> bool:
+    def has_full_gradients(self) -> bool:
         """Whether every unit has a full-size gradient buffer of its own."""
-        return _TRAITS[self].keeps_grads
+        return _TRAITS[self].has_full_gradients
 
     @classmethod
     def parse(cls, value: Strategy | str) -> Strategy:
@@ -94,12 +95,13 @@ class Strategy(enum.Enum):
 
 
 _TRAITS = {
-    Strategy.NO_SHARD: _Traits(sharded=False, replicated=True, keeps_params=True, keeps_grads=False),
-    Strategy.SHARD_OPTIMIZER: _Traits(sharded=True, replicated=False, keeps_params=True, keeps_grads=True),
-    Strategy.SHARD_GRAD_OP: _Traits(sharded=True, replicated=False, keeps_params=True, keeps_grads=False),
-    Strategy.FULL_SHARD: _Traits(sharded=True, replicated=False, keeps_params=False, keeps_grads=False),
-    Strategy.HYBRID_SHARD: _Traits(sharded=True, replicated=True, keeps_params=False, keeps_grads=False),
-    Strategy.HYBRID_SHARD_ZERO2: _Traits(sharded=True, replicated=True, keeps_params=True, keeps_grads=False),
+    # sharded, replicated, reshards_after_forward, has_full_gradients
+    Strategy.NO_SHARD: _Traits(False, True, False, False),
+    Strategy.SHARD_OPTIMIZER: _Traits(True, False, False, True),
+    Strategy.SHARD_GRAD_OP: _Traits(True, False, False, False),
+    Strategy.FULL_SHARD: _Traits(True, False, True, False),
+    Strategy.HYBRID_SHARD: _Traits(True, True, True, False),
+    Strategy.HYBRID_SHARD_ZERO2: _Traits(True, True, False, False),
 }
 
 # Precision ------------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
                 "reduced in each backward: turn that on first (sync_gradients, sync_replicas)"
             )
     for engine in engines:
-        engine.reducer.slots.keeps_gradients = False
+        engine.reducer.slots.allocates_gradients = False
         for unit in engine.units:
             for group in unit.groups:
                 group.gradients.release()

@@ -103,7 +103,7 @@ def test_what_is_read_is_gathered_once_by_its_reader_and_predicted() -> None:
         before = count(twins.engine, "all_gather")
         twins.train(1)
     # Forward: root, enter, embed and the head once, each block, and the table again for each block and for the head.
-    # Backward: the root and the last readers' loans stay; whatever order, no more than once for each moment.
+    # Backward: the root and the last readers' loans stay; whatever order, no more than once for each point of the pass.
     gathers = count(twins.engine, "all_gather") - before
     assert gathers <= 4 + 4 + 5 + 4 + 5 + 3
     assert twins.engine.schedule.divergences == 0

@@ -22,7 +22,7 @@ TASK = HostTask(
     shard_bytes={"a": 40, "b": 40},
     stepped_bytes=150,
     gathers=True,
-    keeps_params=False,
+    reshards_after_forward=True,
 )
 
 
@@ -180,7 +180,7 @@ _ALL_STEP = "params=cpu,optimizer=cpu,gradients=cpu,step=cpu"
 
 
 def test_parameters_that_stay_come_once_a_step() -> None:
-    work = HostWork(replace(TASK, gathers=False, keeps_params=True))
+    work = HostWork(replace(TASK, gathers=False, reshards_after_forward=False))
     assert [work.bring("a", 0.0), work.bring("a", 9.0)] == [4.0, 9.0]
 
 

@@ -81,9 +81,9 @@ class _DeepSpeed(EngineReplay):
         job, facts = self.recording.job, self.recording.facts
         compute, ranks = sum(facts.unit_bytes.values()), job.shard_ranks
         self.itemsize = 2 if (job.precision.param or "") in {"bfloat16", "float16"} else 4
-        self.resident = job.strategy.keeps_params
+        self.resident = not job.strategy.reshards_after_forward
         self.take(compute if self.resident else compute // ranks, "param_shards")
-        self.take(compute if job.strategy.keeps_grads else compute // ranks, "grad_shards")
+        self.take(compute if job.strategy.has_full_gradients else compute // ranks, "grad_shards")
         for _ in range(2):
             self.take(_BUCKET_NUMEL * self.itemsize, "reduce_slots")
 

@@ -30,4 +30,4 @@ class FullGradientReducer(Reducer):
 
 def choose(mesh: Mesh, strategy: Strategy) -> type[Reducer] | None:
     """Return the class for a strategy that keeps full-size gradients; None for others."""
-    return FullGradientReducer if strategy.keeps_grads else None
+    return FullGradientReducer if strategy.has_full_gradients else None

@@ -3,8 +3,8 @@ operation reads one of their parameters.
 
 A unit unsharded by hand lies in a slot of its own until it is resharded by hand or a backward is over. A unit that is
 read inside a forward stays unsharded for the call that reads it, until that call is over. For backward, to read a unit
-is to call it: the read has its moments in the forward pass, so that all ranks gather the unit again, open its reduce
-slot and reduce it at the same points. A unit that is read may lose its slot to another unit: the next read gathers it
+is to call it: the read has its points in the forward pass, so that all ranks gather the unit again, open its reduce
+slot and reduce it alike. A unit that is read may lose its slot to another unit: the next read gathers it
 again, and saved tensors are handles.
 """
 

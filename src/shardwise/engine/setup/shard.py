@@ -111,7 +111,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         adoption = Adoption(tree, below)
         mesh, precision, resharding, align = adoption.settle(strategy, mesh, precision, resharding, align)
     precision = precision or Precision()
-    resharding = not strategy.keeps_params if resharding is None else resharding
+    resharding = strategy.reshards_after_forward if resharding is None else resharding
     seams = _seams(tree, units, ignored, precision, offload, adopts=adoption is not None)
     old = [] if adoption is None else adoption.units
     if resharding is not False or any(unit.reshards_after_forward for unit in old):

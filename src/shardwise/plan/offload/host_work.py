@@ -84,7 +84,7 @@ class HostTask:
     """As in `Offloaded`."""
     gathers: bool
     """Whether slices are gathered. In a shard group of one they are only copied to the device."""
-    keeps_params: bool
+    reshards_after_forward: bool
     unit_stepped_bytes: Mapping[str, int] = field(default_factory=dict)
     """`stepped_bytes` by unit, if the optimizer steps in backward."""
     disk_share: float = 0.0
@@ -113,7 +113,7 @@ def host_task(job: Job, facts: Facts, moved: Offloaded) -> HostTask | None:
         shard_bytes=facts.unit_shard_bytes,
         stepped_bytes=moved.stepped_bytes,
         gathers=job.shard_ranks > 1,
-        keeps_params=job.strategy.keeps_params,
+        reshards_after_forward=job.strategy.reshards_after_forward,
         unit_stepped_bytes={unit: round(nbytes * share) for unit, nbytes in trained.items()},
         disk_share=moved.stepped_disk_bytes / max(1, moved.stepped_bytes),
         unit_gradient_bytes=facts.unit_trained_bytes if moved.gradient_bytes else {},
@@ -157,7 +157,7 @@ class HostWork:
     def bring(self, unit: str, ready_s: float) -> float:
         """Copy a unit's slice to its slot, which is free from `ready_s` on. Return when that is done."""
         task = self.task
-        is_here = task.keeps_params and not task.gathers and unit in self._resident
+        is_here = not task.reshards_after_forward and not task.gathers and unit in self._resident
         if task.places.params is None or (task.on_cpu and task.places.params == "cpu") or is_here:
             return ready_s
         self._resident.add(unit)

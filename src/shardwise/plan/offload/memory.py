@@ -187,6 +187,6 @@ def _slots_bytes(facts: Facts, job: Job) -> int:
     """Return the bytes of gathered parameters: all of them if they stay gathered, else `job.slots` slots of each
     size."""
     sizes = Counter(facts.unit_bytes.values())
-    if job.strategy.keeps_params:
+    if not job.strategy.reshards_after_forward:
         return sum(facts.unit_bytes.values())
     return sum(size * min(job.slots, count) for size, count in sizes.items())

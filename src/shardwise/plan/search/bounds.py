@@ -102,7 +102,7 @@ def _computes_no_more(known: Job, job: Job) -> bool:
     serves. Accumulation adds gradients to those of earlier micro-batches: on slices that takes less time than the
     optimizer's step on them, on full-size gradients it takes more.
     """
-    adds = known.accumulation > 1 and job.accumulation == 1 and known.strategy.keeps_grads
+    adds = known.accumulation > 1 and job.accumulation == 1 and known.strategy.has_full_gradients
     return known.shard_ranks >= job.shard_ranks and known.accumulation >= job.accumulation and not adds
 
 
@@ -115,5 +115,5 @@ def _states_bytes(known: Forecast, job: Job) -> float:
     # Offloaded kinds have only rings on the device, which may be no larger for larger slices.
     slices = sum(known.memory[kind] * (min(1.0, larger) if kind in job.elsewhere else larger) for kind in kinds)
     own_copy = job.shard_ranks > 1 or (job.precision.param or job.precision.master) != job.precision.master
-    gathers = job.strategy.keeps_params and (own_copy or "param_shards" in job.elsewhere)
+    gathers = not job.strategy.reshards_after_forward and (own_copy or "param_shards" in job.elsewhere)
     return _PADDING * (slices + (sum(known.recording.facts.unit_bytes.values()) if gathers else 0))

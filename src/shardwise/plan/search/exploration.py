@@ -195,7 +195,7 @@ def _too_large_unit(forecast: Forecast, has_bytes: int) -> str | None:
     """Say, if slots alone do not fit, which unit is the trouble and what would help: neither more devices nor offload
     make them smaller. None if they fit, or if the strategy keeps all gathered parameters."""
     gathered, reduced = (forecast.memory.get(kind, 0) for kind in ("gathered_slots", "reduce_slots"))
-    if forecast.job.strategy.keeps_params or gathered + reduced <= has_bytes:
+    if not forecast.job.strategy.reshards_after_forward or gathered + reduced <= has_bytes:
         return None
     sizes = forecast.recording.facts.unit_bytes
     return (
@@ -212,7 +212,8 @@ def ways_out(job: Job) -> str:
         ways.append("a smaller micro-batch")
     if job.recomputation.every == 0:
         ways.append("activation checkpointing")
-    if job.world_size > 1 and (not job.strategy.sharded or job.strategy.keeps_params or job.strategy.replicated):
+    strategy = job.strategy
+    if job.world_size > 1 and (not strategy.sharded or not strategy.reshards_after_forward or strategy.replicated):
         ways.append("full_shard")
     return f"use {', '.join([*ways, 'more GPUs'])} or a GPU with more memory"
 

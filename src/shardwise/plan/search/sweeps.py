@@ -125,7 +125,7 @@ def by_setting(sweeps: Sequence[Sweep]) -> list[list[Sweep]]:
 
 def _leanness(sweep: Sweep) -> tuple[int, bool, bool]:
     job = sweep.base
-    return job.shard_ranks, not job.strategy.keeps_params, not job.strategy.keeps_grads
+    return job.shard_ranks, job.strategy.reshards_after_forward, not job.strategy.has_full_gradients
 
 
 def _chains(batches: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -115,8 +115,8 @@ class EngineReplay:
     def stays(self, unit: str) -> bool:
         """Whether a unit stays gathered after its forward."""
         job = self.recording.job
-        keeps = job.reshard_after_forward is False or (job.reshard_after_forward is None and job.strategy.keeps_params)
-        return not unit or keeps
+        asked = job.reshard_after_forward
+        return not unit or not (job.strategy.reshards_after_forward if asked is None else asked)
 
     def end_forward(self) -> None:
         """Called when the root's forward is over."""
