@@ -1,1 +1,2 @@
-"""Collectives between ranks: one protocol, and implementations of torch's collectives. `backends` has others."""
+"""Communication that attaches to the engine's: further implementations of its collectives (`backends`), and channels
+for small messages between hosts."""

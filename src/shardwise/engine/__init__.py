@@ -1,1 +1,1 @@
-"""Units, the arena their gathered parameters live in, the hooks that move them, and the one call that sets it up."""
+"""What surrounds the engine (`shardwise.fsdp`): `sw.shard`, which sets it up, and extensions that attach to it."""

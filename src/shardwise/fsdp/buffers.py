@@ -1,4 +1,5 @@
-"""Buffers in memory of this process alone, and small functions on tensors that all implementations use."""
+"""What each implementation of the collectives needs on its own rank: buffers in memory of this process, checks of
+arguments, and sums of gradients without allocation."""
 
 from __future__ import annotations
 
@@ -188,11 +189,10 @@ def _behind_one_another(parts: list[AllToAllPart]) -> list[tuple[AllToAllPart, i
 
 # Sums of gradients ----------------------------------------------------------------------------------------------------
 
-# Sums of gradients into buffers of perhaps another dtype, without allocation.
-#
-# A CPU operation on two dtypes allocates memory for the operand that it casts, and one with `out=` of another dtype
-# computes in the inputs' dtype: 1/3 of a bf16 gradient would be rounded to bf16 before it is written to an fp32 buffer.
-# Therefore casts go through scratch memory, a chunk at a time.
+# A gradient and the buffer that it is added to may differ in dtype. A CPU operation on two dtypes allocates memory for
+# the operand that it casts, and one with `out=` of another dtype computes in the inputs' dtype: 1/3 of a bf16 gradient
+# would be rounded to bf16 before it is written to an fp32 buffer. Therefore casts go through scratch memory, a chunk at
+# a time.
 
 CHUNK_NUMEL = 256 * 1024
 """Elements summed or cast at a time, so that one wide chunk and its inputs stay in a core's cache."""

@@ -10,7 +10,7 @@ It acts in five hooks, and at other times only on demand, as when a saved tensor
 | `post_backward` | when the gradient of its first input is complete | reduces its gradients, and reshards the unit |
 | `finish_backward` | when autograd is done | reduces what came late, and writes all gradients to `.grad` |
 
-Hooks in backward report how far it has come; what is due follows from the calls of the forward pass (`units/calls.py`).
+Hooks in backward report how far it has come; what is due follows from the calls of the forward pass (`schedule.py`).
 The engine decides when; the `Unsharder` finds the slot, the `Reducer` sums the gradients, and each unit's own objects
 keep its state. What else there is attaches itself (`EngineHooks`), and nothing of it is named here.
 """
@@ -52,8 +52,6 @@ from shardwise.fsdp.unsharder import unsharder_for
 from shardwise.registry import registered
 
 # Hooks ----------------------------------------------------------------------------------------------------------------
-
-# What modules outside the core have one engine call, and what it knows of the forwards that are under way.
 
 
 class Forwards(list[tuple[Unit, Any]]):

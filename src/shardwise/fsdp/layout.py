@@ -17,12 +17,11 @@ from functools import cached_property
 
 # Fragments ------------------------------------------------------------------------------------------------------------
 
-# A fragment: the intersection of one parameter with one rank's slice of a flat buffer.
-
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements [start, stop) of the flattened parameter `fqn`; they lie at `offset` of the rank's slice.
+    """The intersection of one parameter with one rank's slice: elements [start, stop) of the flattened parameter `fqn`,
+    at `offset` of the slice.
 
     Every rank has a fragment of every parameter; many are empty (start == stop).
     """

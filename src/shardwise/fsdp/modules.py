@@ -1,4 +1,5 @@
-"""Tensors inside the arguments and outputs of modules."""
+"""How the engine reaches into modules: tensors in their arguments and outputs, places of parameters in the module tree,
+the unsharded parameters that they compute with, and functions that tracing must not see."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from shardwise.fsdp.sharded_parameter import ShardedParameter
 
 # Tracing --------------------------------------------------------------------------------------------------------------
 
-# Code that torch.compile and the transforms of torch.func must not see.
+# torch.compile and the transforms of torch.func must not see some of the engine's functions.
 
 _transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 
@@ -167,8 +168,6 @@ def cast_tensors(tree: Any, name: str) -> Any:
 
 # Places in the module tree --------------------------------------------------------------------------------------------
 
-# A unit's place in the module tree and its parameters' places, and a parameter's attributes other than its values.
-
 Values = Callable[[str], Tensor | None]
 """Returns the full tensor of the parameter with this fqn, on any real device; None if it has no values yet."""
 
@@ -233,8 +232,6 @@ def inherit(heir: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
 
 
 # Unsharded parameters -------------------------------------------------------------------------------------------------
-
-# The unsharded parameter: the leaf that modules compute with and autograd knows.
 
 
 def placeholder_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,10 +1,4 @@
-"""Norms of sharded tensors: local norms, then one collective a call.
-
-The results are plain, equal on every rank of the shard group; replicas hold equal pieces, so they get equal results
-without communication. Every rank must make the call, in the same order. Partial results travel in the widest float that
-the device has and are rounded once, at the end; a group of one rank computes what torch would. Nothing here waits for a
-device.
-"""
+"""Operations on sharded parameters that training needs: elementwise ones, which act on pieces alone, and norms."""
 
 from __future__ import annotations
 
@@ -34,11 +28,11 @@ from shardwise.registry import registered
 
 # Elementwise operations -----------------------------------------------------------------------------------------------
 
-# Operations that act on each element alone, so that a piece of the result is the result on the pieces.
+# A piece of the result is the result on the pieces. No communication.
 #
 # All sharded arguments of a call must be cut alike; a plain tensor beside them must be a single number, since a plain
 # tensor of the global shape has no piece (and one of the piece's shape would be silently local). Only `copy_` takes one
-# of the global shape, as loading a state_dict does. No communication.
+# of the global shape, as loading a state_dict does.
 
 _UNTAGGED = frozenset(
     f"aten::{name}{in_place}" for name in ("copy", "zero", "fill", "masked_fill") for in_place in ("", "_")
@@ -250,6 +244,13 @@ _BY_NAME: dict[str, Handler] = {
 }
 
 # Norms ----------------------------------------------------------------------------------------------------------------
+
+# Local norms are combined in one collective a call.
+#
+# The results are plain, equal on every rank of the shard group; replicas hold equal pieces, so they get equal results
+# without communication. Every rank must make the call, in the same order. Partial results travel in the widest float
+# that the device has and are rounded once, at the end; a group of one rank computes what torch would. Nothing here
+# waits for a device.
 
 HALF = (torch.float16, torch.bfloat16)
 LocalNorms = Callable[[Sequence[Tensor], float, torch.dtype | None], Sequence[Tensor]]

@@ -1,4 +1,4 @@
-"""The parameters of one unit: a state machine.
+"""The parameters of one unit: its groups, each a flat shard with its gradient, and the state that all are in.
 
                                                                  --show_unsharded-->
     SHARDED --unshard--> UNSHARDING --wait_for_unshard--> UNSHARDED                     IN_USE

@@ -3,7 +3,7 @@
 When a unit's backward is over its reduce slot is reduced in one collective, whether or not this rank had all its
 gradients: another rank may have had the others. A slot is taken when a unit's backward begins and reduced when it ends;
 before that, in part, if another unit needs the slot; and once more for late gradients when backward ends. The arrival
-of a gradient never causes either: without a slot it waits in memory of its own (`units/gradients.py`). On CPUs sums are
+of a gradient never causes either: without a slot it waits in memory of its own (`gradients.py`). On CPUs sums are
 in rank order of values scaled by 1 / world_size, whatever the timing; on a device in the backend's order, scaled then.
 
 A reduce slot is *free* (no holder), *collecting* (its holder's `gradients.slot`: gradients are written) or *reducing*
@@ -46,8 +46,6 @@ from shardwise.registry import registered
 
 # Reductions under way -------------------------------------------------------------------------------------------------
 
-# Reductions under way, in the order in which they were started, and the work left to do when one is over.
-
 
 @dataclass(slots=True, eq=False)
 class Flight:
@@ -64,8 +62,8 @@ class Flight:
 
 
 class InFlight(deque[Flight]):
-    """The flights of one reducer. Those of one unit are finished in their order: the first of a backward overwrites the
-    shard's gradient and later ones add to it."""
+    """The reductions of one reducer that are under way, and the work left to do when one is over. Those of one unit are
+    finished in their order: the first of a backward overwrites the shard's gradient and later ones add to it."""
 
     def make_room(self, unit: Unit) -> None:
         """Called before sums of the unit begin. Gradients that are not resident need room in memory (an extension)."""
@@ -130,8 +128,7 @@ class InFlight(deque[Flight]):
 
 # Reduce slots ---------------------------------------------------------------------------------------------------------
 
-# Memory for gradients that are not reduced yet: the reduce slots of one engine's units. The `Reducer` decides which
-# unit holds which slot, and when.
+# The `Reducer` decides which unit holds which slot, and when.
 
 REDUCE_SLOTS = 2
 """Slots of a size class, besides one for each level of nesting: one unit collects gradients while the one before it is

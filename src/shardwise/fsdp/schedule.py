@@ -1,10 +1,11 @@
-"""Calls of units, and the outermost forward that they are part of, from its beginning to the end of its backward.
+"""The order of calls of units: predicted from the last step, recorded in this one, and walked back in backward.
 
+An outermost forward with the calls inside it is a *forward pass*; its *points* are the begins and ends of calls.
 Backward walks back through the points of a forward pass, last first: where a call ended, its backward begins; where it
 began, its backward is over. Autograd runs the newest nodes first, so hooks of one backward come in that order on every
 rank; but which hooks fire depends on the tensors that took part in this rank's loss. So a hook only reports how far
-backward has come, and the engine does what is due at *every* point passed on the way, even where that point's own
-hook never fires: a unit whose inside this rank skipped, a head that only another rank's loss reads, a prefix that is
+backward has come, and the engine does what is due at *every* point passed on the way, even where that point's own hook
+never fires: a unit whose inside this rank skipped, a head that only another rank's loss reads, a prefix that is
 detached here. What ranks gather and reduce, and in which order, then depends on the calls of the forward pass alone,
 which they all made alike."""
 
@@ -17,8 +18,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 # The order of units ---------------------------------------------------------------------------------------------------
 
-# The order in which units were needed last time, as a prediction for now.
-#
 # A step is a sequence of events: ("forward", unit) when a unit's forward begins, ("backward", unit) when its backward
 # does. The order of one step predicts the next of the same mode; where it stops matching, predictions stop until the
 # step is over and the new order replaces the old. The decisions depend on graph order alone, so ranks agree on them.

@@ -33,7 +33,7 @@ from shardwise.fsdp.unit import Unit, UnitSettings
 
 # Agreement ------------------------------------------------------------------------------------------------------------
 
-# What ranks must agree on before they train together: the same layout, and the same initial numbers.
+# Ranks must have the same layout and the same initial numbers before they train together.
 
 _HASH_BITS = 62
 """Hashes are compared as positive int64."""

@@ -3,8 +3,8 @@
 A wrapper subclass, because optimizers, `state_dict` and torch's checkpoint read `shape`, `ndim` and `numel()` and mean
 the global ones, while the memory is one rank's. Operations fall in three classes, by what they would mean on pieces:
 
-- elementwise (`elementwise.py`): the piece of the result is the result on the pieces; no communication;
-- reductions of whole tensors, as norms (`norms.py`): local partial results are combined, one collective a call;
+- elementwise (`operations.py`): the piece of the result is the result on the pieces; no communication;
+- reductions of whole tensors, as norms (the same file): local partial results are combined, one collective a call;
 - everything else, which cannot be computed on a piece: `UsageError`, with the operation, the fqn and the way out.
 
 More operations and methods attach through `register_operations`, `wrap_operations` and `add_methods`.
@@ -32,8 +32,6 @@ from shardwise.fsdp.layout import FlatLayout, Fragment
 
 # Backward formulas ----------------------------------------------------------------------------------------------------
 
-# Backward formulas that meet sharded parameters: whether one runs, and the error where pieces cannot serve it.
-#
 # A loss may compute with a parameter outside its model's forward, a norm as a penalty. Its gradient would need each
 # rank's coefficient or the whole parameter, so it is refused.
 
@@ -67,8 +65,6 @@ def refuse_penalty(fqn: str) -> NoReturn:
 
 
 # Placements -----------------------------------------------------------------------------------------------------------
-
-# Where one parameter lives: its place in a unit's flat layout and the group over which that is cut.
 
 
 @dataclass(frozen=True, eq=False)

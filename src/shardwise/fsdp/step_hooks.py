@@ -1,4 +1,4 @@
-"""Around an optimizer's step: the units whose shards it updates are told before it and after it.
+"""Around an optimizer's step: the hooks that notify the units whose shards it updates.
 
 A step must not run while gradients wait to be reduced, and a fused optimizer does not increase a tensor's version.
 """

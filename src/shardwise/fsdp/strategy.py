@@ -1,4 +1,5 @@
-"""Strategies: which of {parameters, gradients, optimizer state} are sharded, as data."""
+"""What is sharded and in which dtypes, as data: strategies (which of parameters, gradients and optimizer state), and
+mixed precision (dtypes of compute, of communication and of what is stored)."""
 
 from __future__ import annotations
 
@@ -105,8 +106,6 @@ _TRAITS = {
 }
 
 # Precision ------------------------------------------------------------------------------------------------------------
-
-# Mixed precision as data: the dtypes of compute, of communication and of what is kept.
 
 SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 """Short names of dtypes, by torch's names."""

@@ -1,4 +1,4 @@
-"""Which implementation of the collectives a process group gets."""
+"""The collectives of torch.distributed: on CPUs, on accelerators, for a rank alone, and which of them a group gets."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ from shardwise.registry import registered
 
 # On CPUs --------------------------------------------------------------------------------------------------------------
 
-# The collectives of torch.distributed on CPUs, each called as it is and begun asynchronously.
-#
-# gloo sums in the dtype of the tensors and knows few of them, so terms are widened before they are sent: floats to fp32
-# at least, small integers to int64. It decides in which order terms are added.
+# Each collective is called as it is and begun asynchronously. gloo sums in the dtype of the tensors and knows few of
+# them, so terms are widened before they are sent: floats to fp32 at least, small integers to int64. It decides in which
+# order terms are added.
 
 # torch 2.13 renamed these functions.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -219,7 +218,7 @@ def _widened(flat: Tensor) -> Tensor:
 
 # On accelerators ------------------------------------------------------------------------------------------------------
 
-# Collectives on accelerators. They are in place as NCCL defines it: a rank's slice is at buffer + rank * count.
+# Collectives are in place as NCCL defines it: a rank's slice is at buffer + rank * count.
 #
 # For every torch.distributed backend that works on streams: nccl (CUDA), rccl (ROCm; torch also calls it nccl), xccl
 # and hccl.
@@ -445,9 +444,7 @@ class _OnStream:
         self._keep = None
 
 
-# With no one ----------------------------------------------------------------------------------------------------------
-
-# Collectives that communicate with no one.
+# For a rank alone -----------------------------------------------------------------------------------------------------
 
 
 class DryCollectives(PrivateBuffers):
@@ -491,7 +488,7 @@ class DryCollectives(PrivateBuffers):
         return message
 
 
-# Which ----------------------------------------------------------------------------------------------------------------
+# The choice -----------------------------------------------------------------------------------------------------------
 
 SEAM = "collectives"
 """Functions that are asked first: (group, device) -> Collectives | None. Every rank of the group calls them."""

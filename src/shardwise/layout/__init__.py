@@ -1,1 +1,1 @@
-"""Where every element of a parameter is stored: pure arithmetic on ints and tuples. Imports no torch."""
+"""Arithmetic on ranges of elements and on groups of ranks. Imports no torch."""

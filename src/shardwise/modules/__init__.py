@@ -1,1 +1,2 @@
-"""The user's module tree: which modules become units, which unit owns each parameter, and initial values."""
+"""Modules that plain sharding does not cover: on the meta device, with PEFT's adapters, with tensor subclasses or
+frozen linear weights, and with tensors that share memory."""

@@ -1,1 +1,1 @@
-"""Settings as frozen data: what is sharded, in which dtypes, where it rests. Imports no torch."""
+"""Settings of `sw.shard` and of runs as frozen data, with their checks. Imports no torch."""
