@@ -12,6 +12,7 @@ from shardwise.registry import register
 
 if TYPE_CHECKING:
     from shardwise import checkpoint, optim, plan
+    from shardwise.checkpoint.streaming import stream_weights
     from shardwise.engine.setup.forward_methods import register_forward_method
     from shardwise.engine.setup.shard import shard
     from shardwise.fsdp.sharded_parameter import ShardedParameter
@@ -47,6 +48,7 @@ _HOMES = {
     "release": "model_tools.release",
     "reshard": "model_tools.by_hand",
     "shard": "engine.setup.shard",
+    "stream_weights": "checkpoint.streaming",
     "unshard": "model_tools.by_hand",
     "unsharded": "model_tools.unsharded",
 }
@@ -119,6 +121,7 @@ __all__ = [
     "release",
     "reshard",
     "shard",
+    "stream_weights",
     "unshard",
     "unsharded",
 ]

@@ -15,6 +15,7 @@ from shardwise.checkpoint.names.wrappers import unwrapped_name
 from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
+from shardwise.fsdp.parameter_group import Group
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.modules.adapters import adapter_names
 from shardwise.sharded.extensions.offloaded import slice_of
@@ -30,7 +31,7 @@ def pieces_to_write(model: nn.Module) -> list[Piece]:
     has no byte ranges of its own in such files; and inside a forward, a backward or sw.unsharded, where modules do not
     hold the sharded parameters.
     """
-    tensors = _tensors(model, set(getattr(model, "_keys_to_ignore_on_save", None) or ()))
+    tensors = _tensors(model, _ignored(model))
     places = places_to_write(model, {names[0]: tuple(tensor.shape) for names, tensor in tensors})
     return [piece_of(names, tensor, places[names[0]]) for names, tensor in tensors]
 
@@ -58,6 +59,22 @@ def adapter_to_write(model: nn.Module) -> list[Piece]:
 def pieces_to_read(model: nn.Module) -> list[Piece]:
     """Return everything in the model's state_dict, tied tensors once. Raises UsageError as `pieces_to_write` does."""
     return [piece_of(names, tensor) for names, tensor in _tensors(model, set())]
+
+
+def tensors_by_unit(model: nn.Module) -> list[tuple[Group | None, list[tuple[list[str], Tensor]]]]:
+    """Return the tensors that are saved of the model's state_dict, each once and with its names, those of a group of
+    parameters together, in the order of the units; last, without a group, buffers and ignored parameters.
+
+    Raises UsageError as `pieces_to_write` does.
+    """
+    held = {id(tensor): (names, tensor) for names, tensor in _tensors(model, _ignored(model))}
+    groups = [group for engine in engines_of(model) for unit in engine.units for group in unit.groups]
+    found = [(group, [held.pop(id(each)) for each in group.sharded if id(each) in held]) for group in groups]
+    return [*found, (None, list(held.values()))]
+
+
+def _ignored(model: nn.Module) -> set[str]:
+    return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def give_extra_state(model: nn.Module, pieces: Iterable[Piece]) -> None:

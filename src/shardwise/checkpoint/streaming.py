@@ -1,0 +1,133 @@
+"""A model's weights as a stream of full tensors, a unit at a time: for an inference engine beside training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.format.model_state import tensors_by_unit
+from shardwise.checkpoint.names.index_map import Place
+from shardwise.checkpoint.names.transformers_names import places_to_write
+from shardwise.engine.lookup import engines_of
+from shardwise.errors import UsageError
+from shardwise.fsdp.buffers import PrivateBuffers
+from shardwise.fsdp.collectives import BufferKind, FlatSpan
+from shardwise.fsdp.parameter_group import Group
+from shardwise.fsdp.sharded_parameter import ShardedParameter
+
+NAMES = ("hugging_face", "model")
+
+
+def stream_weights(
+    model: nn.Module, dtype: torch.dtype | None = None, names: str = "hugging_face", rank0_only: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the full tensor of every parameter and persistent buffer, tied ones once, a unit at a time.
+
+    Every rank must iterate to the end, or stop after the same tensor, between steps and outside `sw.unsharded`. It gets
+    equal tensors in the same order; with `rank0_only`, ranks other than global rank 0 take part and get none.
+
+    Args:
+        model: a sharded model, or a module around several.
+        dtype: of floating-point tensors; None: the master dtype. Shards are cast before they are gathered, so bf16
+            moves half of the bytes of fp32.
+        names: "hugging_face": as transformers' files have them, where some models' tensors are split or stacked. It is
+            the same as "model" for models that are not transformers'. "model": as the state_dict has them.
+
+    The tensors have the global shape, on the model's device, and belong to the caller. Those of a unit share memory as
+    large as the unit, in `dtype`, which is all that is needed beside the model; it is free when the caller has dropped
+    them. Units whose parameters are quantised or offloaded are gathered parameter by parameter.
+
+    Raises:
+        UsageError: called inside a forward, a backward or `sw.unsharded`; `names` is neither; or transformers computes
+            a tensor of its files from the model's, instead of copying it.
+    """
+    if names not in NAMES:
+        raise UsageError(f"names={names!r} must be one of {', '.join(NAMES)}")
+    units = tensors_by_unit(model)
+    shapes = {own[0]: tuple(tensor.shape) for _, held in units for own, tensor in held}
+    places: dict[str, tuple[Place, ...]] = {name: (Place.whole(name, shape),) for name, shape in shapes.items()}
+    if names == "hugging_face":
+        places = places_to_write(model, shapes)
+    wanted = not rank0_only or engines_of(model)[0].is_rank0
+    return _stored(_full_tensors(units, dtype, wanted), places)
+
+
+Units = list[tuple[Group | None, list[tuple[list[str], Tensor]]]]
+
+
+@torch.no_grad()
+def _full_tensors(units: Units, dtype: torch.dtype | None, wanted: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor whole, by its name in the model; nothing if it is not wanted, though this rank takes part."""
+    for group, held in units:
+        if type(group) is Group and group.layout.numel:
+            flat = _gathered(group, _cast_to(group.shard.dtype, dtype))
+            entries = {entry.fqn: entry for entry in group.layout.entries}
+        for own, tensor in held:
+            if not isinstance(tensor, ShardedParameter):
+                full = tensor.detach().to(_cast_to(tensor.dtype, dtype), copy=True)
+            elif type(group) is Group and group.layout.numel:
+                entry = entries[tensor.fqn]
+                full = flat[entry.start : entry.stop].view(entry.shape)
+            else:
+                full = tensor.full_tensor().to(_cast_to(tensor.dtype, dtype))
+            if wanted:
+                yield own[0], full
+            del full
+        flat = None  # type: ignore[assignment]  # before the next unit's is allocated
+
+
+def _cast_to(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and stored.is_floating_point else stored
+
+
+def _gathered(group: Group, dtype: torch.dtype) -> Tensor:
+    """Return all elements of a group, 1-D, padding included. Every rank of the shard group must call this."""
+    ranks, numel = group.collectives, group.layout.shard_numel
+    if ranks.world_size == 1:
+        return group.shard.to(dtype, copy=True)
+    buffer = ranks.allocate(group.layout.numel * dtype.itemsize, BufferKind.GATHER)
+    ranks.claim(buffer)
+    flat = buffer.bytes.view(dtype)
+    with ranks.writing(buffer, after=ranks.mark()):
+        flat[ranks.rank * numel : (ranks.rank + 1) * numel].copy_(group.shard)
+    ranks.all_gather(buffer, (FlatSpan(0, numel * dtype.itemsize),)).wait()
+    ranks.settle()
+    if not isinstance(ranks, PrivateBuffers):  # peers read the same memory, and a caller may write to it
+        flat = flat.clone()
+        ranks.release(buffer)
+    ranks.drop(buffer)
+    return flat
+
+
+def _stored(
+    tensors: Iterator[tuple[str, Tensor]], places: dict[str, tuple[Place, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the files, each as soon as all of its elements are there."""
+    begun: dict[str, tuple[Tensor, int]] = {}
+    for own, full in tensors:
+        for place in places[own]:
+            numel = math.prod(place.shape)
+            if place.runs.numel == numel:
+                yield place.name, _cut(full, place).view(place.shape)
+                continue
+            whole, missing = begun.pop(place.name) if place.name in begun else (full.new_empty(numel), numel)
+            for here, there, length in place.runs.tuples():
+                whole[there : there + length] = full.reshape(-1)[here : here + length]
+            if missing == place.runs.numel:
+                yield place.name, whole.view(place.shape)
+            else:
+                begun[place.name] = whole, missing - place.runs.numel
+
+
+def _cut(full: Tensor, place: Place) -> Tensor:
+    """Return the elements of a stored tensor that holds no other tensor's, 1-D: a view if they lie together."""
+    flat = full.reshape(-1)
+    if len(place.runs) == 1:
+        (here, _, length) = place.runs.tuples()[0]
+        return flat[here : here + length]
+    if not len(place.runs):
+        return flat[:0]
+    return flat[torch.from_numpy(place.runs.inverse().elements()).to(flat.device)]
