@@ -19,7 +19,7 @@ LAYERS = [
     {"model_tools"},
     {"optim"},
     {"plan", "checkpoint"},
-    {"train", "integrations", "compat"},
+    {"train", "integrations", "compat", "export"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -216,6 +216,43 @@ def convert(  # noqa: PLR0913, PLR0917 - one for each option
 
 
 @app.command()
+def export(  # noqa: PLR0913, PLR0917 - one for each option
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="final/, a checkpoint, a finished run, a PEFT adapter, a Hugging Face directory, or a hub's "
+            "org/name[@revision].",
+        ),
+    ],
+    onnx: Annotated[Path, typer.Option("--onnx", metavar="DIR", help="What to write; must be empty or absent.")],
+    opset: Annotated[int, typer.Option("--opset", help="The version of ONNX's operators, from 18 to 23.")] = 20,
+    quantize: Annotated[
+        str | None, typer.Option("--quantize", help="int8: write graphs with weights of 8 bits as well.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", min=0, help="Greatest difference from PyTorch that counts as equal.")
+    ] = 1e-3,
+    base: Annotated[
+        str | None,
+        typer.Option("--base", help="For an adapter: the base to merge it into, a directory or a hub's name."),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option("--text", help="A file whose perplexity is measured. [a built-in paragraph]")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Also show tracebacks of mistakes.")] = False,
+) -> int:
+    """Write a model as ONNX files, and check in onnxruntime that they answer as PyTorch does."""
+    from shardwise.cli.export import lines, quieten, say
+    from shardwise.export.onnx import export_onnx
+
+    quieten()
+    exported = export_onnx(checkpoint, onnx, opset=opset, quantize=quantize, base=base, text=text, say=say)
+    print("\n".join(lines(exported, tolerance)))
+    return Exit.DONE if exported.checked.passes(tolerance) else Exit.FAILED
+
+
+@app.command()
 def push(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="The directory of a finished run, a checkpoint, or a model.")

@@ -11,6 +11,7 @@ from shardwise.errors import UserError
 
 _EXTRAS = {
     "train": ("datasets", "jinja2", "pydantic", "rich", "tokenizers", "transformers", "typer"),
+    "onnx": ("onnx", "onnx_ir", "onnxruntime", "onnxscript"),
     "jax": ("flax", "jax", "optax"),
 }
 

@@ -1,0 +1,318 @@
+"""Checkpoints as ONNX files: exported, beside PyTorch in onnxruntime, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import tokenizers
+import torch
+import transformers
+
+import shardwise as sw
+from shardwise.cli.app import run
+from shardwise.export import onnx as exporting
+from shardwise.export import source
+from shardwise.export.onnx import export_onnx
+from tests.hub import cached
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "eos_token_id": None,
+}
+SEQUENCES = {"decoder_start_token_id": 0, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2))
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    config.bos_token_id = config.eos_token_id = 0
+    return transformers.GPT2LMHeadModel(config)
+
+
+def mixtral() -> Any:
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(config)
+
+
+def masked() -> Any:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
+
+
+def classifier() -> Any:
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, num_labels=5))
+
+
+def vision() -> Any:
+    sizes = {
+        name: size
+        for name, size in SIZES.items()
+        if name not in {"vocab_size", "max_position_embeddings", "eos_token_id"}
+    }
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=32, patch_size=8))
+
+
+def t5() -> Any:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **SEQUENCES))
+
+
+def mamba() -> Any:
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=8)
+    return transformers.MambaForCausalLM(config)
+
+
+def write(build: Any, directory: Path, tokenizer: bool = False) -> Any:
+    """Save a model with random weights, and return it."""
+    torch.manual_seed(0)
+    model = build().eval()
+    model.save_pretrained(directory)
+    if tokenizer:
+        words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(64)}, unk_token="w63"))
+        words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        own = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
+        own.chat_template = "{{ messages }}"
+        own.save_pretrained(directory)
+    return model
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A llama with a tokenizer: its directory, and the model."""
+    directory = tmp_path_factory.mktemp("llama") / "final"
+    return directory, write(llama, directory, tokenizer=True)
+
+
+def greedy(path: Path, ids: np.ndarray, mask: np.ndarray, tokens: int) -> list[list[int]]:
+    """What somebody who has only onnxruntime writes: one graph, its keys and values handed on."""
+    graph = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    past = {
+        value.name: np.zeros((len(ids), value.shape[1], 0, value.shape[3]), np.float32)
+        for value in graph.get_inputs()
+        if value.name.startswith("past_key_values.")
+    }
+    step, made = ids, []
+    for _ in range(tokens):
+        positions = np.maximum(mask.cumsum(1) - 1, 0)[:, -step.shape[1] :]
+        feed = {"input_ids": step, "attention_mask": mask, "position_ids": positions, **past}
+        outputs = dict(zip((one.name for one in graph.get_outputs()), graph.run(None, feed), strict=True))
+        step = outputs["logits"][:, -1].argmax(-1)[:, None]
+        made.append(step)
+        mask = np.concatenate([mask, np.ones_like(step)], 1)
+        past = {name: outputs[name.replace("past_key_values", "present")] for name in past}
+    return np.concatenate(made, 1).tolist()
+
+
+def test_generates_what_transformers_generates(small, tmp_path, capsys):
+    directory, model = small
+    out = tmp_path / "onnx"
+    assert run(["export", str(directory), "--onnx", str(out), "--quantize", "int8", "--opset", "21"]) == 0
+    said = capsys.readouterr().out
+    assert "2 x 8, 2 x 8 padded, 3 x 17 padded" in said
+    assert "48 of 48 greedy tokens the same" in said
+    assert "int8 (*_int8.onnx" in said
+    assert said.count("perplexity") == 2
+
+    ids = torch.randint(2, 64, (3, 6), generator=torch.Generator().manual_seed(1))
+    mask = torch.tensor([[1] * 6, [0] * 2 + [1] * 4, [0] * 5 + [1]])
+    made = model.generate(input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=10)
+    assert greedy(out / "model.onnx", ids.numpy(), mask.numpy(), 10) == made[:, 6:].tolist()
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer("w5 w6")["input_ids"] == [5, 6]
+    assert tokenizer.chat_template == "{{ messages }}"
+    assert transformers.AutoConfig.from_pretrained(out).hidden_size == 32
+    assert (out / "generation_config.json").is_file()
+    assert not list(out.glob("*.safetensors*"))
+    assert (out / "model_int8.onnx.data").stat().st_size < 0.5 * (out / "model.onnx.data").stat().st_size
+    import onnx
+
+    assert [one.version for one in onnx.load(out / "model.onnx", load_external_data=False).opset_import] == [21]
+
+
+@pytest.mark.parametrize("build", [gpt2, pytest.param(mixtral, marks=pytest.mark.slow)])
+def test_decoders_are_one_graph(build, tmp_path):
+    write(build, tmp_path / "model")
+    exported = export_onnx(tmp_path / "model", tmp_path / "onnx")
+    assert (exported.exporter, list(exported.sizes)) == ("transformers", ["model"])
+    assert exported.checked.passes(1e-5)
+    assert exported.checked.answers == 48
+
+
+@pytest.mark.slow
+def test_an_encoder_and_its_decoder_are_three_graphs(tmp_path):
+    write(t5, tmp_path / "model")
+    exported = export_onnx(tmp_path / "model", tmp_path / "onnx")
+    assert list(exported.inputs) == ["encoder_model", "decoder_model", "decoder_with_past_model"]
+    assert "past_key_values.0.encoder.key" in exported.inputs["decoder_with_past_model"]
+    assert exported.checked.passes(1e-5)
+    assert exported.checked.answers == 48
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs", "answers"),
+    [
+        (masked, ("input_ids", "attention_mask", "token_type_ids"), 82),
+        (classifier, ("input_ids", "attention_mask", "token_type_ids"), 8),
+        (vision, ("pixel_values",), 4),
+    ],
+)
+def test_models_without_generation(build, inputs, answers, tmp_path):
+    model = write(build, tmp_path / "model")
+    exported = export_onnx(tmp_path / "model", tmp_path / "onnx")
+    assert exported.inputs == {"model": inputs}
+    assert exported.checked.passes(1e-5)
+    assert exported.checked.answers == answers
+    made = {"pixel_values": torch.randn(5, 3, 32, 32)}
+    if "input_ids" in inputs:
+        made = {name: torch.ones(4, 9, dtype=torch.int64) for name in inputs}
+    graph = onnxruntime.InferenceSession(str(tmp_path / "onnx" / "model.onnx"))
+    found = graph.run(["logits"], {name: value.numpy() for name, value in made.items()})[0]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), model(**made).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_an_adapter_is_merged_first(small, tmp_path):
+    directory, _ = small
+    torch.manual_seed(3)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    adapted.save_pretrained(tmp_path / "adapter")
+    export_onnx(tmp_path / "adapter", tmp_path / "onnx", base=str(directory))
+    ids = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        expected = adapted.eval().generate(input_ids=ids, do_sample=False, max_new_tokens=6)[:, 10:]
+    found = greedy(tmp_path / "onnx" / "model.onnx", ids.numpy(), np.ones_like(ids.numpy()), 6)
+    assert found == expected.tolist()
+    assert not (tmp_path / "onnx" / "adapter_config.json").exists()
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "onnx")("w5")["input_ids"] == [5]
+
+
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Exports end where the model was read; returns the list of the models that they would have exported."""
+    opened: list[Any] = []
+
+    def stop(model: Any, *rest: Any) -> Any:
+        opened.append(model)
+        raise sw.errors.UserError("read")
+
+    monkeypatch.setattr(exporting, "export", stop)
+    return opened
+
+
+def test_every_kind_of_checkpoint_is_read(small, tmp_path, monkeypatch, capsys):
+    directory, model = small
+    opened = quick(monkeypatch)
+    sharded = sw.shard(copy.deepcopy(model))
+    sw.checkpoint.save(tmp_path / "run" / "checkpoints" / "step-000001", sharded, step=1)
+    shutil.copytree(directory, tmp_path / "run" / "final")
+    name = cached.put(directory, "org/small", tmp_path / "cache", monkeypatch)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    capsys.readouterr()
+    checkpoints = [directory, tmp_path / "run" / "checkpoints" / "step-000001", tmp_path / "run", name]
+    for checkpoint in checkpoints:
+        assert run(["export", str(checkpoint), "--onnx", str(tmp_path / "onnx")]) == 2
+        assert capsys.readouterr().err == "error: read\n"
+    assert len(opened) == 4
+    for read in opened:
+        for name, value in model.state_dict().items():
+            assert torch.equal(read.state_dict()[name], value)
+
+
+def test_a_difference_fails(small, tmp_path, monkeypatch, capsys):
+    directory, _ = small
+
+    def changed(model: Any, *rest: Any) -> Any:
+        other = copy.deepcopy(model)
+        other.model.layers[1].mlp.down_proj.weight[3, 5] += 10.0
+        return original(other, *rest)
+
+    original = exporting.export
+    monkeypatch.setattr(exporting, "export", changed)
+    assert run(["export", str(directory), "--onnx", str(tmp_path / "onnx")]) == 1
+    assert "NOT VERIFIED" in capsys.readouterr().out
+    assert (tmp_path / "onnx" / "model.onnx").is_file()
+
+
+def test_a_length_that_the_trace_fixed_is_found(tmp_path, capsys):
+    write(mamba, tmp_path / "model")
+    capsys.readouterr()
+    assert run(["export", str(tmp_path / "model"), "--onnx", str(tmp_path / "onnx")]) == 2
+    said = capsys.readouterr().err
+    assert "cannot run the export (1 x 3)" in said
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [tmp_path / "model"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["missing", "--onnx", "out"], "missing: no such checkpoint"),
+        (["final", "--onnx", "full"], "is not an empty directory"),
+        (["final", "--onnx", "out", "--opset", "3"], "opset 3: must be from 18 to 23"),
+        (["final", "--onnx", "out", "--quantize", "int4"], "quantize 'int4': must be int8"),
+        (["final", "--onnx", "out", "--text", "none.txt"], "none.txt: no such file of text"),
+        (["final", "--onnx", "out", "--base", "x"], "final is not an adapter"),
+        (["weights", "--onnx", "out"], "weights has no config.json"),
+        (["file.pt", "--onnx", "out"], "shardwise convert file.pt DIR --to hf"),
+    ],
+)
+def test_mistakes_are_one_line(options, message, small, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(small[0], "final")
+    shutil.copytree(small[0], "weights")
+    Path("weights/config.json").unlink()
+    Path("full").mkdir()
+    Path("full/notes.txt").write_text("mine")
+    torch.save({"weight": torch.ones(2)}, "file.pt")
+    assert run(["export", *options]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert not Path("out").exists()
+    assert Path("full/notes.txt").read_text() == "mine"
+
+
+def test_a_model_too_large_is_refused_with_its_bytes(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(source, "_free_bytes", lambda: 2**16)
+    monkeypatch.setattr(source, "_loaded", lambda *_: pytest.fail("weights were read"))
+    assert run(["export", str(small[0]), "--onnx", str(tmp_path / "onnx")]) == 2
+    numel = sum(parameter.numel() for parameter in small[1].parameters())
+    said = capsys.readouterr().err
+    assert f"exporting its {numel:,} parameters takes about" in said
+    assert "and 64.0 KiB are free here" in said
+
+
+def test_a_missing_extra_is_named(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    assert run(["export", str(small[0]), "--onnx", str(tmp_path / "onnx")]) == 2
+    assert "pip install 'shardwise[onnx]'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_builder_of_onnxruntime_genai_takes_a_directory(small, tmp_path):
+    builder = pytest.importorskip("onnxruntime_genai.models.builder")
+    builder.create_model(None, str(small[0]), str(tmp_path / "genai"), "fp32", "cpu", str(tmp_path / "cache"))
+    assert (tmp_path / "genai" / "model.onnx").is_file()
+    assert (tmp_path / "genai" / "genai_config.json").is_file()
