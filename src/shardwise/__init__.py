@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardwise.engine.setup.shard import shard
     from shardwise.fsdp.sharded_parameter import ShardedParameter
     from shardwise.fsdp.strategy import Precision, Strategy
+    from shardwise.generation.generate import generate
     from shardwise.model_tools.by_hand import reshard, unshard
     from shardwise.model_tools.describe import describe
     from shardwise.model_tools.memory import memory
@@ -40,6 +41,7 @@ _HOMES = {
     "clip_grad_norm_": "optim.clip",
     "describe": "model_tools.describe",
     "full_state_dict": "model_tools.unsharded",
+    "generate": "generation.generate",
     "init_on_device": "modules.deferred_init.materialize",
     "memory": "model_tools.memory",
     "no_sync": "model_tools.reduction",
@@ -111,6 +113,7 @@ __all__ = [
     "clip_grad_norm_",
     "describe",
     "full_state_dict",
+    "generate",
     "init_on_device",
     "memory",
     "no_sync",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
 _CONFIGURATION = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 """Endings of the files of a model's configuration and tokenizer, at the top of its repository."""
 _TEMPLATES = "additional_chat_templates/"
@@ -153,6 +154,17 @@ def fetch(
     if not weights:
         return folder
     return _download(listed, weight_files(listed, where), where, say)
+
+
+def fetch_adapter(text: str, where: str) -> Path:
+    """Return the directory of a PEFT adapter that is named on a hub, after downloading what of it is missing. Raises
+    HubError as `fetch` does, or if the repository has no adapter in safetensors."""
+    name = hub_name(text)
+    assert name is not None
+    listed = listing(name, where)
+    if ADAPTER not in listed.files:
+        raise HubError(f"{where}: {name.repository} has no {ADAPTER}: no adapter to load")
+    return _download(listed, [*listed.configuration, ADAPTER], where)
 
 
 def fetch_config(name: HubName, where: str) -> Path:

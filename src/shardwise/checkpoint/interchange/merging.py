@@ -53,14 +53,14 @@ def read_merged(adapter: Path, base: str | None) -> CheckpointContents:
     Raises HubError if the base cannot be fetched from a hub, CheckpointError if there is no base, the adapter is not
     plain LoRA, or it does not belong to this base.
     """
-    config = _config(adapter)
+    config = read_config(adapter)
     for key, plain in _PLAIN.items():
         if config.get(key) not in plain:
             raise CheckpointError(
                 f"{adapter}: {key}={config[key]!r} in {CONFIG} cannot be merged here, only plain LoRA: let PEFT "
                 "merge it (merge_and_unload, then save_pretrained)"
             )
-    whole = read_hugging_face(_base(adapter, base, config))
+    whole = read_hugging_face(find_base(adapter, base, config))
     factors = _factors(adapter, config, whole.model)
     merged = {
         name: replace(tensor, load=partial(_merged, tensor, factors[name])) if name in factors else tensor
@@ -86,7 +86,8 @@ def _merged(base: LazyTensor, factors: Factors) -> Tensor:
     return values
 
 
-def _config(adapter: Path) -> dict[str, Any]:
+def read_config(adapter: Path) -> dict[str, Any]:
+    """Return the configuration of an adapter's directory. Raises CheckpointError if it is damaged."""
     try:
         with manifest.reading(adapter / CONFIG):
             read = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
@@ -95,7 +96,9 @@ def _config(adapter: Path) -> dict[str, Any]:
         raise CheckpointError(f"{adapter / CONFIG} is damaged: {error}") from None
 
 
-def _base(adapter: Path, given: str | None, config: Mapping[str, Any]) -> Path:
+def find_base(adapter: Path, given: str | None, config: Mapping[str, Any]) -> Path:
+    """Return the directory of an adapter's base, downloaded if it is named on a hub. Arguments and errors are as of
+    `read_merged`; `config` is the adapter's."""
     name = given if given is not None else str(config.get("base_model_name_or_path") or "")
     if name and Path(name).is_dir():
         return Path(name)

@@ -100,7 +100,7 @@ def _described(config: Mapping[str, Any]) -> ConfigDescription:
     filled = complete_config(config)
     text = text_part(filled)
     with _errors_on_one_line(config["model_type"]):
-        model, _ = _model_and_config(filled)
+        model, _ = model_and_config(filled)
     return ConfigDescription(
         positions=positions_of(text),
         is_rotary=is_rotary(text),
@@ -179,7 +179,7 @@ def build_transformer(config: Mapping[str, Any], attention: str) -> nn.Module:
         PlanError: transformers cannot build it.
     """
     with _errors_on_one_line(config["model_type"]):
-        model_class, filled = _model_and_config(complete_config(config))
+        model_class, filled = model_and_config(complete_config(config))
         for part in _parts(filled):
             if getattr(part, "use_cache", None):
                 part.use_cache = False  # a training step keeps no keys and values for generation
@@ -233,10 +233,11 @@ def _needs_values(error: Exception) -> bool:
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
 
 
-def _model_and_config(config: Any) -> tuple[Any, Any]:
+def model_and_config(config: Any) -> tuple[Any, Any]:
     """Return the class of a configuration's model and the configuration that it takes. The class is the one that the
     configuration names, else the first head that its type has; if that is a model of text alone, it takes only the part
-    of the configuration for text, as with transformers' own AutoModelForCausalLM."""
+    of the configuration for text, as with transformers' own AutoModelForCausalLM. Raises ValueError if there is
+    no class."""
     found = _model_class(config)
     of_text = getattr(config, "sub_configs", {}).get("text_config")
     return found, config.text_config if of_text is not None and found.config_class is of_text else config

@@ -1,0 +1,1 @@
+"""From a checkpoint and prompts to answers: `sw.generate`, and what `shardwise generate` is made of."""
