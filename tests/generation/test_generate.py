@@ -13,6 +13,10 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.errors import PeerError, UsageError
 from shardwise.generation.generate import Answer
+from shardwise.generation.prompts import PLAIN_TEMPLATE, token_ids
+from shardwise.train.data.documents import Document
+from shardwise.train.data.encoding import encode_document
+from shardwise.train.data.tokenizer import HuggingFaceTokenizer
 from tests.engine.rig import on_ranks, seeded
 from tests.generation.rig import byte_tokenizer
 
@@ -128,6 +132,21 @@ def test_texts_and_conversations() -> None:
     assert texts[0].ids == texts[1].ids == ids[0].ids
     assert texts[0].text == tokenizer.decode(ids[0].ids, skip_special_tokens=True)
     assert ids[0] == replace(texts[0], text=None)
+
+
+def test_the_plain_template_is_that_of_training() -> None:
+    """A prompt is what comes before the reply in a training example."""
+    tokenizer = byte_tokenizer()
+    messages = [
+        {"role": role, "content": f"{role}'s\n"} for role in ("system", "user", "assistant", "user", "assistant")
+    ]
+    trained = encode_document(Document.of_messages("one", tuple(messages)), HuggingFaceTokenizer(tokenizer, "one"))
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    for replies in (2, 4):
+        prompt = token_ids(messages[:replies], tokenizer, "prompt 1")
+        assert trained.ids[: len(prompt)].tolist() == prompt
+        assert trained.is_target[len(prompt)]
+        assert not trained.is_target[len(prompt) - 1]
 
 
 def test_stop_strings() -> None:

@@ -17,9 +17,11 @@ Prompt: TypeAlias = str | Sequence[Message] | Sequence[int] | Tensor
 """A text, a conversation of {role, content}, or token ids (1-D)."""
 
 PLAIN_TEMPLATE = (
-    "{% for message in messages %}### {{ message['role'] }}\n{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% else %}\n\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}### assistant\n{% endif %}"
+    "{% for message in messages %}"
+    "{{ '### ' + message['role'] + '\n' + message['content'] }}"
+    "{{ eos_token if message['role'] == 'assistant' else '\n\n' }}"
+    "{% endfor %}"
+    "{{ '### assistant\n' if add_generation_prompt else '' }}"
 )
 """The conversation as `shardwise train` renders it for a tokenizer without a chat template."""
 

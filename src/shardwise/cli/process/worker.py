@@ -57,11 +57,16 @@ def run_under_torchrun(path: Path, overrides: Sequence[str], debug: bool) -> Exi
     Returns:
         DONE. A user's mistake ends the process with status 2, an interrupt with 130, any other error with 1.
     """
+    return end_as_rank(lambda: _train(path, overrides), debug)
+
+
+def end_as_rank(task: Callable[[], None], debug: bool) -> Exit:
+    """Run a task as one rank of a torchrun that the user started; returns and ends as `run_under_torchrun`."""
     outlive_readers()
     for number in ending_signals():  # torchrun passes these on when it is interrupted
         signal.signal(number, signal.default_int_handler)  # replaced during the training loop, so that it can save
     try:
-        _train(path, overrides)
+        task()
     except BaseException as error:
         ending = report.describe(error, int(os.environ["RANK"]))
         if ending.kind == "interrupted":
@@ -100,8 +105,15 @@ def calibrate(path: Path, quick: bool = False) -> None:
                 raise PlanError(f"cannot write {path}: {error.strerror}") from None
 
 
+def _generate(path: Path) -> None:
+    from shardwise.generation.session import Request, run
+
+    run(Request.read(path))
+
+
 _TASKS: dict[str, Callable[[Path], None]] = {
     "train": _train,
+    "generate": _generate,
     "calibrate": calibrate,
     "calibrate-quick": partial(calibrate, quick=True),
 }
