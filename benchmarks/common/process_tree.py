@@ -30,6 +30,8 @@ class Ran:
     peak_bytes: int
     """The sum over all its processes of each one's own largest resident set: never less than they held at once."""
     processes: int
+    largest_bytes: int = 0
+    """The largest of these resident sets."""
 
 
 def watched(command: list[str], timeout_s: float) -> Ran:
@@ -47,7 +49,7 @@ def watched(command: list[str], timeout_s: float) -> Ran:
     if process.returncode:
         last = (said.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
         raise JobFailed(last, said)
-    return Ran(output, wall_s, cpu_s, sum(peaks.values()), len(peaks))
+    return Ran(output, wall_s, cpu_s, sum(peaks.values()), len(peaks), max(peaks.values(), default=0))
 
 
 def _children_cpu_s() -> float:

@@ -24,7 +24,7 @@ REPO = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    save_llama(path, max_position_embeddings=64)
+    save_llama(path, max_position_embeddings=128)
     return path
 
 
@@ -104,10 +104,10 @@ def test_an_interrupt_ends_all_ranks_and_keeps_what_is_done(model: Path) -> None
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_mistake_that_only_ranks_find_is_one_line(model: Path) -> None:
-    process = started(model, "--prompt", "x" * 64, "--ranks", 2)
+    process = started(model, "--prompt", "x" * 128, "--ranks", 2)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert err == ("error: prompt 1 has 64 tokens, which leaves no room in the model's 64 positions: shorten it\n")
+    assert err == ("error: prompt 1 has 128 tokens, which leaves no room in the model's 128 positions: shorten it\n")
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def load_model(source: Source, dtype: torch.dtype | None, ranks: Ranks) -> nn.Mo
     """
     with ExitStack() as reading:
         with ranks.together():
-            model = build_model(source, dtype)
+            model = build_model(source, dtype).requires_grad_(False)  # else ranks make room for gradients
             reading.enter_context(blank_for(source.weights, model))
         sharded = _shard(model, ranks)
     sw.checkpoint.load_pretrained(source.weights, sharded)
