@@ -15,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 BENCHMARKS = {
     "steps": ("peers", "overhead", "overhead_pairs", "launches", "initialisation", "abandoned", "same_bits"),
-    "checkpoints": ("checkpoint", "async_save"),
+    "checkpoints": ("checkpoint", "async_save", "stream"),
     "plans": (
         "planner",
         "planner_here",

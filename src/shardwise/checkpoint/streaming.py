@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,8 @@ def stream_weights(
 
     The tensors have the global shape, on the model's device, and belong to the caller. Those of a unit share memory as
     large as the unit, in `dtype`, which is all that is needed beside the model; it is free when the caller has dropped
-    them. Units whose parameters are quantised or offloaded are gathered parameter by parameter.
+    them. (CPU ranks that share memory need one tensor more, which is a copy.) Units whose parameters are quantised or
+    offloaded are gathered parameter by parameter.
 
     Raises:
         UsageError: called inside a forward, a backward or `sw.unsharded`; `names` is neither; or transformers computes
@@ -63,31 +65,35 @@ def _full_tensors(units: Units, dtype: torch.dtype | None, wanted: bool) -> Iter
     """Yield each tensor whole, by its name in the model; nothing if it is not wanted, though this rank takes part."""
     for group, held in units:
         if type(group) is Group and group.layout.numel:
-            flat = _gathered(group, _cast_to(group.shard.dtype, dtype))
             entries = {entry.fqn: entry for entry in group.layout.entries}
+            with _gathered(group, _cast_to(group.shard.dtype, dtype)) as (flat, is_private):
+                for own, tensor in held if wanted else ():
+                    entry = entries[tensor.fqn]  # type: ignore[attr-defined]
+                    full = flat[entry.start : entry.stop].view(entry.shape)
+                    yield own[0], full if is_private else full.clone()
+                    del full
+                del flat  # before the next unit's is allocated
+            continue
         for own, tensor in held:
-            if not isinstance(tensor, ShardedParameter):
-                full = tensor.detach().to(_cast_to(tensor.dtype, dtype), copy=True)
-            elif type(group) is Group and group.layout.numel:
-                entry = entries[tensor.fqn]
-                full = flat[entry.start : entry.stop].view(entry.shape)
-            else:
-                full = tensor.full_tensor().to(_cast_to(tensor.dtype, dtype))
+            kind = _cast_to(tensor.dtype, dtype)
+            full = tensor.full_tensor().to(kind) if isinstance(tensor, ShardedParameter) else tensor.to(kind, copy=True)
             if wanted:
                 yield own[0], full
             del full
-        flat = None  # type: ignore[assignment]  # before the next unit's is allocated
 
 
 def _cast_to(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and stored.is_floating_point else stored
 
 
-def _gathered(group: Group, dtype: torch.dtype) -> Tensor:
-    """Return all elements of a group, 1-D, padding included. Every rank of the shard group must call this."""
+@contextmanager
+def _gathered(group: Group, dtype: torch.dtype) -> Iterator[tuple[Tensor, bool]]:
+    """A context with all elements of a group, 1-D, padding included, and whether they are in this rank's own memory.
+    Every rank of the shard group must enter and leave it."""
     ranks, numel = group.collectives, group.layout.shard_numel
     if ranks.world_size == 1:
-        return group.shard.to(dtype, copy=True)
+        yield group.shard.to(dtype, copy=True), True
+        return
     buffer = ranks.allocate(group.layout.numel * dtype.itemsize, BufferKind.GATHER)
     ranks.claim(buffer)
     flat = buffer.bytes.view(dtype)
@@ -95,11 +101,16 @@ def _gathered(group: Group, dtype: torch.dtype) -> Tensor:
         flat[ranks.rank * numel : (ranks.rank + 1) * numel].copy_(group.shard)
     ranks.all_gather(buffer, (FlatSpan(0, numel * dtype.itemsize),)).wait()
     ranks.settle()
-    if not isinstance(ranks, PrivateBuffers):  # peers read the same memory, and a caller may write to it
-        flat = flat.clone()
-        ranks.release(buffer)
-    ranks.drop(buffer)
-    return flat
+    is_private = isinstance(ranks, PrivateBuffers)  # else peers read the same memory, and the caller may write to it
+    if is_private:
+        ranks.drop(buffer)
+        del buffer
+    try:
+        yield flat, is_private
+    finally:
+        if not is_private:
+            ranks.release(buffer)
+            ranks.drop(buffer)
 
 
 def _stored(
@@ -120,6 +131,8 @@ def _stored(
                 yield place.name, whole.view(place.shape)
             else:
                 begun[place.name] = whole, missing - place.runs.numel
+            del whole
+        del full  # a view of its unit, which goes before the next is gathered
 
 
 def _cut(full: Tensor, place: Place) -> Tensor:
