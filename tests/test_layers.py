@@ -31,7 +31,7 @@ USERS_OF_SELF = {"train", "cli"}
 # What each folder or module of a package may import of that package; "." is the modules that are not named.
 ROOMS: dict[str, dict[str, set[str]]] = {
     "comm": {".": set(), "backends": {"."}},
-    "offload": {"media": set(), ".": {"media"}},
+    "offload": {"tiers": set(), ".": {"tiers"}},
     "engine": {".": set(), "extensions": {"."}, "setup": {".", "extensions"}},
     "checkpoint": {
         "io": set(),

@@ -92,7 +92,7 @@ def train(way: str, args: argparse.Namespace) -> dict[str, Any]:
     told = steps(args, backward, update)
     store = of_owner(next(model.parameters()).unit).states  # type: ignore[attr-defined]
     told |= {
-        "file_bytes": 0 if store is None else store.medium.nbytes,
+        "file_bytes": 0 if store is None else store.tier.nbytes,
         "ring_bytes": 0 if store is None else store.ring_bytes,
         "parameters": sum(p.numel() for p in model.parameters()),
     }

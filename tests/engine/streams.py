@@ -11,7 +11,7 @@ race unless events order them: the later one's stream must have waited, directly
 that is freed while a stream other than its allocator's may still use it is a race too, because the allocator reuses it
 at once.
 
-Threads of a disk (`offload.media.disk`) are simulated as well. Each task's accesses to memory and to a file are
+Threads of a disk (`offload.tiers.disk`) are simulated as well. Each task's accesses to memory and to a file are
 recorded on a stream of its own. They come after everything that the submitting thread knew to be complete, and after
 the events that the task waited for. A thread that asks for the task's result then knows it to be complete, and
 operations that this thread enqueues later are ordered after it. `waits` has a stack for each time that the training
@@ -44,7 +44,7 @@ from shardwise.fsdp import mesh as mesh_module
 from shardwise.fsdp import torch_collectives as on_streams
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.offload import host_threads
-from shardwise.offload.media import disk as disk_module
+from shardwise.offload.tiers import disk as disk_module
 
 # Inside `played`, the functions of `torch.distributed` are replaced by watched ones.
 _all_reduce = dist.all_reduce

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.fsdp.sharded_parameter import ShardedParameter
-from shardwise.offload.resting_state import RestingState
+from shardwise.offload.offloaded_state import OffloadedState
 from shardwise.sharded.extensions.offloaded import slice_of
 from tests.engine.rig import Net, Twins
 from tests.engine.streams import played
@@ -45,7 +45,7 @@ def same_bits_in_order(
     parameters = [p for p in twins.sharded.parameters() if isinstance(p, ShardedParameter)]
     assert all((slice_of(p) is not None) == (offload.params is not None) for p in parameters)
     kept = {type(v) for s in twins.optimizers[1].state.values() for v in s.values() if isinstance(v, ShardedParameter)}
-    assert kept == {RestingState if offload.optimizer is not None else ShardedParameter}
+    assert kept == {OffloadedState if offload.optimizer is not None else ShardedParameter}
 
 
 def steps_in_backward(offload: sw.Offload) -> None:

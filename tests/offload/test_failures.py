@@ -195,12 +195,12 @@ def test_optimizers_of_several_kinds_have_rooms_of_their_own(of: dict[str, Any])
             twins.train(1)
             same_states(twins)
     store = of_owner(twins.engine.root).states
-    nbytes = store.medium.nbytes
+    nbytes = store.tier.nbytes
     del others, pair, firsts
     twins.optimizers = [momentum(model.parameters()) for model in (twins.plain, twins.sharded)]
     twins.train(2)
     same_states(twins)
-    assert store.medium.nbytes == nbytes, "rooms of optimizers that are gone are taken by those that come"
+    assert store.tier.nbytes == nbytes, "rooms of optimizers that are gone are taken by those that come"
 
 
 def with_amsgrad(optimizer: torch.optim.Optimizer) -> None:

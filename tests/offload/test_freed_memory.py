@@ -46,7 +46,7 @@ def test_portions_of_a_first_step_and_no_others_give_back_what_they_freed() -> N
     twins = Twins(offload=on_disk(shared_folder(), ring_bytes=LEAST))
     with mock.patch.object(state_store, "give_back_freed") as given_back:
         twins.train(1)
-        (room,) = store(twins)._rooms.values()
-        assert given_back.call_count == len(room.portions) > 4
+        (allocation,) = store(twins)._allocations.values()
+        assert given_back.call_count == len(allocation.portions) > 4
         twins.train(2)
-        assert given_back.call_count == len(room.portions)
+        assert given_back.call_count == len(allocation.portions)

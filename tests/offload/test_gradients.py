@@ -23,11 +23,11 @@ from shardwise.engine.extensions.offloaded import gradient_stores
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
 from shardwise.fsdp.reducer import Flight, InFlight
-from shardwise.offload.media.device_buffers import DeviceBuffers
-from shardwise.offload.media.host_memory import HostMemory
 from shardwise.offload.offloaded_slice import OffloadedSlice, SliceState
 from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.offload.stores import any_offloaded
+from shardwise.offload.tiers.device_buffers import DeviceBuffers
+from shardwise.offload.tiers.host_memory import HostMemory
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
 from tests.offload.played_runs import every_program, goes_on_alike, same_bits_in_order, steps_in_backward
@@ -202,7 +202,7 @@ def test_gradients_that_users_keep_are_theirs() -> None:
         for held, before in zip(kept, numbers, strict=True):
             assert torch.equal(getattr(held, "local", held), before)
         slices = len({id(each) for each in slices_of(twins.sharded)})
-        assert store_of(twins.sharded).medium.nbytes >= 4096 * slices
+        assert store_of(twins.sharded).tier.nbytes >= 4096 * slices
     assert order.races == []
 
 
@@ -594,7 +594,7 @@ def live_bytes(model: nn.Module, before: Sequence[Tensor]) -> int:
     segments = [
         segment.memory
         for store in gradient_stores(require_engine(model))
-        for segment in store.medium._segments  # type: ignore[attr-defined]
+        for segment in store.tier._segments  # type: ignore[attr-defined]
     ]
     for tensor in (*before, *segments):
         found.pop(tensor.untyped_storage()._cdata, None)
@@ -781,14 +781,14 @@ def test_an_order_that_is_missing_would_be_found(fault: str) -> None:
 
 def two_slices() -> tuple[HostMemory, OffloadedSlice, OffloadedSlice]:
     """At rest, with zeros; the ring has two buffers, of which the one that is given back first is taken first."""
-    medium = HostMemory(torch.device("cpu"), "gradients", pin=False)
-    store = ShardStore(medium)
+    tier = HostMemory(torch.device("cpu"), "gradients", pin=False)
+    store = ShardStore(tier)
     one, two = (OffloadedSlice(store, 1024, torch.float32) for _ in range(2))
     for each in (one, two):
         each.begin_anew()
         each.leave()
         each.finish()
-    return medium, one, two
+    return tier, one, two
 
 
 @pytest.mark.parametrize("forgets", [False, True])
@@ -796,13 +796,13 @@ def two_slices() -> tuple[HostMemory, OffloadedSlice, OffloadedSlice]:
 def test_a_write_follows_a_read_of_its_place_to_another_buffer(forgets: bool) -> None:
     """Which nobody used, so that no use of a buffer orders them."""
     with played() as order:
-        medium, one, two = two_slices()
+        tier, one, two = two_slices()
         two.read_ahead()
         one.read_ahead()
         two.finish()
         one.finish()
         if forgets:
-            medium._read.clear()
+            tier._read.clear()
         one.claim().fill_(1.0)
         one.leave()
     assert (order.races != []) == forgets
@@ -812,7 +812,7 @@ def test_a_write_follows_a_read_of_its_place_to_another_buffer(forgets: bool) ->
 @on_ranks(1)
 def test_a_read_follows_a_write_of_its_place_from_another_buffer(forgets: bool) -> None:
     with played() as order:
-        medium, one, two = two_slices()
+        tier, one, two = two_slices()
         kept = one.claim().fill_(1.0)
         two.flat()
         del kept
@@ -820,6 +820,6 @@ def test_a_read_follows_a_write_of_its_place_from_another_buffer(forgets: bool) 
         one.leave()
         one.finish()
         if forgets:
-            medium._written.clear()
+            tier._written.clear()
         assert one.flat().eq(1.0).all()
     assert (order.races != []) == forgets

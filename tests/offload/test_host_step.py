@@ -20,8 +20,8 @@ from shardwise.errors import ConfigError, PeerError, UsageError
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.offload import host_step, host_threads
 from shardwise.offload.host_step import HostStep
-from shardwise.offload.media.host_memory import HostMemory
 from shardwise.offload.stores import of_owner
+from shardwise.offload.tiers.host_memory import HostMemory
 from shardwise.sharded.extensions.offloaded import OffloadedParameter
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
@@ -240,7 +240,7 @@ def forgets_arrivals(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostStep, "finish", lambda self: self._coming.clear())
+    patch.setattr(HostStep, "finish", lambda self: self._host_copies.clear())
 
 
 @pytest.mark.parametrize(

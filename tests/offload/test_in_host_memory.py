@@ -16,10 +16,10 @@ import shardwise as sw
 from shardwise.engine.extensions.offloaded import shard_stores
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import UsageError
-from shardwise.offload.media.device_buffers import DeviceBuffers
-from shardwise.offload.media.host_memory import HostMemory
 from shardwise.offload.shard_store import BUFFERS
 from shardwise.offload.stores import of_owner
+from shardwise.offload.tiers.device_buffers import DeviceBuffers
+from shardwise.offload.tiers.host_memory import HostMemory
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import Order, played
 from tests.offload.played_runs import every_program, same_bits_in_order, steps_in_backward, to_the_device_and_back
@@ -89,8 +89,8 @@ def test_the_device_has_rings_and_slots_alone() -> None:
     states = of_owner(require_engine(model).root).states
     assert states is not None
     nbytes = 24 * 256 * 256 * 4
-    assert isinstance(shards.medium, HostMemory)
-    assert (shards.medium.nbytes, states.medium.nbytes) == (nbytes, 2 * nbytes)
+    assert isinstance(shards.tier, HostMemory)
+    assert (shards.tier.nbytes, states.tier.nbytes) == (nbytes, 2 * nbytes)
     now = sw.memory(model).now
     assert 0 < now["param_shards"] == shards.ring_bytes <= BUFFERS * nbytes // 24
     assert now["optimizer"] == 2**21 + 24 * 4  # and the counts of steps

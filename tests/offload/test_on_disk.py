@@ -20,7 +20,7 @@ from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
 from shardwise.files.scratch_file import PREFIX, ScratchFile
 from shardwise.fsdp.sharded_parameter import ShardedParameter
-from shardwise.offload.resting_state import RestingState
+from shardwise.offload.offloaded_state import OffloadedState
 from shardwise.offload.stores import of_owner
 from tests.engine.rig import Net, Twins, batch, on_ranks, squares
 from tests.offload.rig import LEAST, amsgrad, fused, go_on, momentum, on_disk, resident, shared_folder, store
@@ -58,7 +58,7 @@ def test_the_same_bits_through_the_least_ring(
         if isinstance(value, ShardedParameter)
     ]
     assert kept
-    assert all(type(value) is RestingState for value in kept)
+    assert all(type(value) is OffloadedState for value in kept)
     assert store(twins).ring_bytes == LEAST
     in_memory = sum(
         value.nbytes
@@ -134,7 +134,7 @@ def test_checkpoints_go_from_disk_to_memory_and_back(strategies: tuple[str, str]
     sw.checkpoint.save(f"{path}/two", in_memory.sharded, in_memory.optimizers[1])
     sw.checkpoint.load(f"{path}/two", again.sharded, again.optimizers[1])
     assert all(
-        type(value) is RestingState
+        type(value) is OffloadedState
         for state in again.optimizers[1].state.values()
         for name, value in state.items()
         if name != "step"
@@ -240,7 +240,7 @@ def test_what_stands_for_state_reads_the_file_and_cannot_be_written() -> None:
     twins.optimizers[1].load_state_dict(saved)  # in memory, until the next step
     twins.train(1)
     same_states(twins)
-    assert isinstance(next(iter(twins.optimizers[1].state.values()))["exp_avg"], RestingState)
+    assert isinstance(next(iter(twins.optimizers[1].state.values()))["exp_avg"], OffloadedState)
 
 
 def test_configurations_are_refused_by_name() -> None:
@@ -370,6 +370,6 @@ def test_frozen_parameters_take_no_room_until_they_train() -> None:
         optimizer.zero_grad()
     of_weight, of_bias = (optimizer.state.get(p, {}) for p in model[0].parameters())
     assert not of_weight
-    assert isinstance(of_bias["exp_avg"], RestingState)
+    assert isinstance(of_bias["exp_avg"], OffloadedState)
     states: Any = of_owner(require_engine(model).root).states
-    assert states.medium.nbytes < 2**18
+    assert states.tier.nbytes < 2**18

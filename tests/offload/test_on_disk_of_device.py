@@ -22,12 +22,12 @@ from shardwise.engine.extensions.offloaded import shard_stores
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError, PeerError, UsageError
 from shardwise.files.direct import PAGE_BYTES
-from shardwise.offload.media import staged_disk
-from shardwise.offload.media.device_buffers import DeviceBuffers
-from shardwise.offload.media.disk import Disk
-from shardwise.offload.media.staged_disk import THREADS, StagedDisk
 from shardwise.offload.shard_store import BUFFERS
 from shardwise.offload.stores import of_owner
+from shardwise.offload.tiers import staged_disk
+from shardwise.offload.tiers.device_buffers import DeviceBuffers
+from shardwise.offload.tiers.disk import Disk
+from shardwise.offload.tiers.staged_disk import THREADS, StagedDisk
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import Order, played
 from tests.offload.played_runs import every_program, goes_on_alike, same_bits_in_order, steps_in_backward
@@ -134,11 +134,11 @@ def test_the_device_and_the_host_have_rings_alone() -> None:
         states = of_owner(require_engine(model).units[0]).states
         assert states is not None
         nbytes = 24 * 256 * 256 * 4
-        assert isinstance(shards.medium, StagedDisk)
-        assert isinstance(states.medium, StagedDisk)
-        assert (shards.medium.nbytes, states.medium.nbytes) == (nbytes, 2 * nbytes)
+        assert isinstance(shards.tier, StagedDisk)
+        assert isinstance(states.tier, StagedDisk)
+        assert (shards.tier.nbytes, states.tier.nbytes) == (nbytes, 2 * nbytes)
         now = sw.memory(model).now
-        assert 0 < now["param_shards"] == shards.ring_bytes == shards.medium.host_bytes <= BUFFERS * nbytes // 24
+        assert 0 < now["param_shards"] == shards.ring_bytes == shards.tier.host_bytes <= BUFFERS * nbytes // 24
         assert now["optimizer"] == 2**21 + 24 * 4  # and the counts of steps
         assert sw.memory(model).host == {"param_shards": shards.ring_bytes, "optimizer": 2**21}
         assert sw.memory(model).disk == {"param_shards": nbytes, "optimizer": 2 * nbytes}
@@ -177,7 +177,7 @@ def _await_no_copy(earlier: Any, copied: Any, device: Any) -> None:
 
 def _copied_at_once(self: Any) -> None:
     """The copy comes from a stage that the disk has not filled."""
-    if self._disk.is_coming(self):
+    if self._disk.is_pending(self):
         self._disk.copy_in(self)
 
 
@@ -186,7 +186,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "work on stages": (StagedDisk, "_of", lambda self, stage: []),
     "places in the file": (StagedDisk, "_at", lambda self, start, stop, writes: []),
     "stages that are written twice": (StagedDisk, "_until_written", lambda self, stage: None),
-    "reads": (staged_disk._Coming, "wait", _copied_at_once),
+    "reads": (staged_disk._Read, "wait", _copied_at_once),
     "quiet": (StagedDisk, "_until_quiet", lambda self: None),
     "uses": (DeviceBuffers, "use", lambda self, buffer: None),
     "copies of buffers": (DeviceBuffers, "before", lambda self, buffer: []),
@@ -276,10 +276,10 @@ def test_a_write_that_failed_is_never_read_and_is_told_by_a_save() -> None:
             twins.optimizers[1].step()
 
 
-def places_of(medium: StagedDisk, count: int) -> list[Tensor]:
+def places_of(tier: StagedDisk, count: int) -> list[Tensor]:
     """Buffers of a page, with room for as many in the file."""
-    medium.grow(8 * PAGE_BYTES)
-    return [medium.buffer(PAGE_BYTES) for _ in range(count)]
+    tier.grow(8 * PAGE_BYTES)
+    return [tier.buffer(PAGE_BYTES) for _ in range(count)]
 
 
 def staged(**options: Any) -> StagedDisk:
@@ -289,22 +289,22 @@ def staged(**options: Any) -> StagedDisk:
 @on_ranks(1)
 def test_a_read_that_an_interrupt_left_does_not_come_later() -> None:
     with played(slow_disk=False) as order:
-        medium = staged()
-        first, second = places_of(medium, 2)
-        medium.claim(first)
+        tier = staged()
+        first, second = places_of(tier, 2)
+        tier.claim(first)
         first.fill_(1)
-        medium.write(0, first).wait()
-        left = medium.read(0, second)  # and whoever wanted it is gone
+        tier.write(0, first).wait()
+        left = tier.read(0, second)  # and whoever wanted it is gone
         left.job.end()
-        medium.claim(second)
+        tier.claim(second)
         second.fill_(2)
-        medium.write(PAGE_BYTES, second).wait()
+        tier.write(PAGE_BYTES, second).wait()
         left.wait()
-        medium.use(second)
+        tier.use(second)
         assert bool((second == 2).all())
-        back = medium.read(PAGE_BYTES, first)
+        back = tier.read(PAGE_BYTES, first)
         back.wait()
-        medium.use(first)
+        tier.use(first)
         assert bool((first == 2).all())
     assert order.races == []
 
@@ -312,17 +312,17 @@ def test_a_read_that_an_interrupt_left_does_not_come_later() -> None:
 @on_ranks(1)
 def test_reads_that_are_over_are_copied_before_anybody_waits_for_them() -> None:
     with played(slow_disk=False) as order:
-        medium = staged()
-        buffers = places_of(medium, 3)
+        tier = staged()
+        buffers = places_of(tier, 3)
         for index, buffer in enumerate(buffers):
-            medium.claim(buffer)
+            tier.claim(buffer)
             buffer.fill_(index)
-            medium.write(index * PAGE_BYTES, buffer).wait()
-        reads = [medium.read(index * PAGE_BYTES, buffer) for index, buffer in enumerate(buffers[:2])]
+            tier.write(index * PAGE_BYTES, buffer).wait()
+        reads = [tier.read(index * PAGE_BYTES, buffer) for index, buffer in enumerate(buffers[:2])]
         for read in reads:
             read.job.end()
-        medium.read(2 * PAGE_BYTES, buffers[2]).wait()
-        assert not any(map(medium.is_coming, reads))
+        tier.read(2 * PAGE_BYTES, buffers[2]).wait()
+        assert not any(map(tier.is_pending, reads))
         assert order.waits == []
     assert order.races == []
 
@@ -330,12 +330,12 @@ def test_reads_that_are_over_are_copied_before_anybody_waits_for_them() -> None:
 @on_ranks(1)
 def test_a_piece_on_the_host_goes_past_the_device() -> None:
     with played():
-        medium = StagedDisk(Disk(Path(shared_folder()), "weights"), torch.device("meta"), "weights")
-        medium.grow(PAGE_BYTES)
-        medium.write_from(8, torch.arange(5.0))
-        medium.settle()
+        tier = StagedDisk(Disk(Path(shared_folder()), "weights"), torch.device("meta"), "weights")
+        tier.grow(PAGE_BYTES)
+        tier.write_from(8, torch.arange(5.0))
+        tier.settle()
         back = torch.empty(5)
-        medium.read_into(8, back)
+        tier.read_into(8, back)
     assert torch.equal(back, torch.arange(5.0))
 
 
@@ -349,7 +349,7 @@ def test_memory_that_cannot_be_pinned_is_told_with_the_way_out() -> None:
             places_of(staged(), 1)
         places_of(staged(pin=False), 1)
         with (
-            mock.patch("shardwise.offload.media.disk.huge_page_buffer", side_effect=OSError("Cannot allocate memory")),
+            mock.patch("shardwise.offload.tiers.disk.huge_page_buffer", side_effect=OSError("Cannot allocate memory")),
             pytest.raises(UsageError, match=r"no room for a stage of 4096 bytes .*Cannot allocate"),
         ):
             places_of(staged(), 1)
@@ -365,17 +365,17 @@ def test_a_stage_is_given_back_when_nothing_uses_it() -> None:
         return lambda: known.update({pinned.index(memory.data_ptr()): dict(order.host.clock)})
 
     with played() as order, mock.patch.object(device_tools, "pin", pin):
-        medium = staged()
-        first, second = places_of(medium, 2)
-        medium.claim(first)
-        medium.write(0, first)
-        medium.drop(first)
-        medium.read(0, second).wait()
-        medium.drop(second)
+        tier = staged()
+        first, second = places_of(tier, 2)
+        tier.claim(first)
+        tier.write(0, first)
+        tier.drop(first)
+        tier.read(0, second).wait()
+        tier.drop(second)
         while len(known) < 2:
             time.sleep(0.01)
-        for index, stream in enumerate((medium._outward, medium._inward)):
+        for index, stream in enumerate((tier._outward, tier._inward)):
             number = stream.number  # type: ignore[attr-defined]
             assert known[index].get(number) == order.operations[number], "its copy is over"
         assert order.waits == []
-        assert medium.host_bytes == 0
+        assert tier.host_bytes == 0

@@ -26,10 +26,10 @@ from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
 from shardwise.files.scratch_file import ScratchFile
 from shardwise.fsdp.sharded_parameter import ShardedParameter
-from shardwise.offload.media.disk import Disk, OnThread
 from shardwise.offload.offloaded_slice import OffloadedSlice, SliceState
-from shardwise.offload.resting_state import RestingState
+from shardwise.offload.offloaded_state import OffloadedState
 from shardwise.offload.shard_store import BUFFERS, ShardStore
+from shardwise.offload.tiers.disk import Disk, OnThread
 from shardwise.sharded.extensions.few_bits import FewBitsParameter
 from shardwise.sharded.extensions.offloaded import slice_of, slices_of
 from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
@@ -78,7 +78,7 @@ def test_the_same_bits(
         for value in state.values()
         if isinstance(value, ShardedParameter)
     }
-    assert kinds == {RestingState if "optimizer" in of else ShardedParameter}
+    assert kinds == {OffloadedState if "optimizer" in of else ShardedParameter}
     assert offload.path is not None
     assert not any(Path(offload.path).iterdir()), "the file has no name: nothing can be left behind"
 
@@ -428,7 +428,7 @@ def test_an_interrupt_while_a_slice_is_waited_for_loses_nothing(what: str) -> No
     disk = Disk(Path(shared_folder()), "weights")
     store = ShardStore(disk)
     first, second = (OffloadedSlice(store, 5000, torch.float32) for _ in range(2))
-    store.take_room()
+    store.allocate()
     for each, number in ((first, 1.0), (second, 2.0)):
         each.begin_anew()
         each.flat().fill_(number)
@@ -464,7 +464,7 @@ def test_copies_that_are_gone_leave_their_room_to_the_next() -> None:
         assert torch.equal(squares(replica, batch(0)), squares(twins.sharded, batch(0)))
         del replica
         gc.collect()
-        taken.append(store(twins).medium.nbytes)
+        taken.append(store(twins).tier.nbytes)
     assert taken[1:] == taken[:1] * 3
 
 

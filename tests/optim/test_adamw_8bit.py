@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError, UsageError
 from shardwise.fsdp.sharded_parameter import ShardedParameter
-from shardwise.offload.resting_state import RestingState
+from shardwise.offload.offloaded_state import OffloadedState
 from shardwise.optim.block_placement import cuts_at
 from shardwise.optim.eight_bits import BLOCK_NUMEL, Code, blocks_of
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, same_tensors, seeded, squares
@@ -275,7 +275,7 @@ def test_moments_may_be_on_disk(tmp_path: Path, parts: dict[str, Any]) -> None:
     optimizer = twins.optimizers[1]
     kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     assert kept
-    assert all(isinstance(value, RestingState) for value in kept)
+    assert all(isinstance(value, OffloadedState) for value in kept)
     same_states(twins)
     sw.checkpoint.save(path / "saved", twins.sharded, optimizer)
     other = sw.shard(wide(), align=ALIGN)

@@ -31,7 +31,7 @@ from shardwise.engine.setup.torch_patches import with_state
 from shardwise.errors import CheckpointError
 from shardwise.modules.adapters import adapter_config, adapter_names
 from shardwise.modules.deferred_init.put_off import give_buffers
-from shardwise.offload.resting_state import RestingState
+from shardwise.offload.offloaded_state import OffloadedState
 from shardwise.offload.shard_store import ShardStore
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.step import stores_of
@@ -106,7 +106,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
             check_ties(reading.contents, reading.contents, reading.model_files, matched)
         for store in shards:
             store.notice_failures()
-        weights_failed = any(store.medium.has_failed for store in shards)
+        weights_failed = any(store.tier.has_failed for store in shards)
         state_failed = optimizer is not None and any(store.has_lost(optimizer) for store in states)
         reading.expect_what_is_lost(weights_failed, optimizer if state_failed else None)
         wanted = [*matched.wanted, *reading.optimizer_pieces]
@@ -133,11 +133,11 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
 def _written_anew(
     shards: Sequence[ShardStore], states: Sequence[StateStore], optimizer: Optimizer | None
 ) -> Iterator[None]:
-    """Inside the block, the caller writes all of the model's shards and of the optimizer's state that rest on a medium.
-    If it succeeds, earlier errors of the medium are forgotten."""
+    """Inside the block, the caller writes all of the model's shards and of the optimizer's state that rest on a tier.
+    If it succeeds, earlier errors of the tier are forgotten."""
     with ExitStack() as anew:
         for shard_store in shards:
-            anew.enter_context(shard_store.medium.written_anew())
+            anew.enter_context(shard_store.tier.written_anew())
         if optimizer is not None:
             for state_store in states:
                 anew.enter_context(state_store.written_anew(optimizer))
@@ -268,7 +268,7 @@ class _Reading:
         absent = [*self._absent[0 if weights else 1], *self._matched.wrong_shape]
         read = {id(parameter) for parameter, _ in self._states}
         for parameter, values in {} if optimizer is None else optimizer.state.items():
-            on_disk = [value for value in values.values() if isinstance(value, RestingState)]
+            on_disk = [value for value in values.values() if isinstance(value, OffloadedState)]
             if on_disk and id(parameter) not in read:
                 absent.append(f"optimizer state of {on_disk[0].fqn}")
         if absent:
@@ -280,7 +280,7 @@ class _Reading:
     def read(
         self, rows: Wanted, shards: Sequence[ShardStore], states: Sequence[StateStore], alone: bool
     ) -> list[tensor_files.Read]:
-        """Fill all pieces, including those that rest on a medium. No communication."""
+        """Fill all pieces, including those that rest on a tier. No communication."""
         done = [
             tensor_files.read(self.contents, self.model_files, self._matched.wanted, alone),
             tensor_files.read(self.contents, self.optimizer_files, self.optimizer_pieces, alone),
@@ -289,7 +289,7 @@ class _Reading:
         for shard_store in shards:
             shard_store.finish()
         for state_store in states:
-            state_store.medium.settle()
+            state_store.tier.settle()
         return done
 
     def _saved_for(self, kind: str, strict: bool) -> dict[str, Any]:
@@ -358,11 +358,11 @@ class _Reading:
                 follows = tensor.dtype == document["dtypes"].get(saved_name)
                 follows = follows and not getattr(optimizer, "keeps_state_dtypes", False)
                 dtype = parameter.dtype if follows else DTYPES[tensor.dtype]  # follows: was saved in its dtype
-                room = optimizer_state.room_for(optimizer, parameter, name, dtype, tensor.shape)
-                piece = piece_of((f"{fqn}.{name}",), room)
+                target = optimizer_state.target_for(optimizer, parameter, name, dtype, tensor.shape)
+                piece = piece_of((f"{fqn}.{name}",), target)
                 if not self._matched.fits(piece, tensor.shape):
                     return
-                values[name] = room
+                values[name] = target
                 pieces.append((piece, Place.whole(tensor.name, tensor.shape)))
         self.optimizer_pieces += pieces
         self._states.append((parameter, values))

@@ -115,13 +115,13 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
 
 def _check_ready(engines: Sequence[Engine], optimizer: Optimizer | None, asynchronous: bool) -> None:
     """Clear up after an interrupted forward or backward. Raise UsageError if units are at different steps, if a disk
-    has failed, or for an asynchronous save of weights or optimizer state that rest on a medium."""
+    has failed, or for an asynchronous save of weights or optimizer state that rest on a tier."""
     for engine in engines:
         give_up_interrupted(engine)
         backward_steps.check(engine)
     shards, states = shard_stores(*engines), [] if optimizer is None else stores_of(optimizer)
     for shard_store in shards:
-        shard_store.medium.check()
+        shard_store.tier.check()
     if optimizer is not None:
         for state_store in states:
             state_store.check(optimizer)

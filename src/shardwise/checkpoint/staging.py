@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise import accelerators, device_tools
-from shardwise.checkpoint.format.local_tensor import Piece, PieceAtRest, PieceInFewBits, StateAtRest
+from shardwise.checkpoint.format.local_tensor import OffloadedPiece, OffloadedStatePiece, Piece, PieceInFewBits
 from shardwise.errors import UsageError
 from shardwise.files.direct import PAGE_BYTES, huge_page_buffer
 from shardwise.fsdp.layout import round_up
@@ -43,10 +43,10 @@ class StagingBuffer:
             The same pieces with their elements in this memory. Pieces of frozen parameters in few bits are returned as
             they are. All copies are complete on return: later writes to the tensors do not change them.
 
-        Raises UsageError for a piece that rests on a medium, where the next step would overwrite it.
+        Raises UsageError for a piece that rests on a tier, where the next step would overwrite it.
         """
         for piece in pieces:
-            if isinstance(piece, (PieceAtRest, StateAtRest)):
+            if isinstance(piece, (OffloadedPiece, OffloadedStatePiece)):
                 raise UsageError(f"{piece.name!r} is offloaded and cannot be copied: save it with asynchronous=False")
         starts, nbytes = [], 0
         moving = [not isinstance(piece, PieceInFewBits) for piece in pieces]  # these are frozen; decoded as written

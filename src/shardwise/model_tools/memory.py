@@ -18,10 +18,10 @@ from shardwise.engine.setup.torch_patches import with_state
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.sharded_parameter import ShardedParameter, sharded_of
 from shardwise.model_tools.activation_checkpointing import input_copies
-from shardwise.offload.media.medium import Medium
-from shardwise.offload.resting_state import RestingState
+from shardwise.offload.offloaded_state import OffloadedState
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.stores import of_owner
+from shardwise.offload.tiers.tier import Tier
 from shardwise.policy.kinds import STATE_KINDS
 from shardwise.tables import aligned, format_bytes
 
@@ -76,9 +76,9 @@ def memory(model: nn.Module) -> Memory:
         allocated, most_allocated = device_tools.allocated_bytes(engine.mesh.device)
         now["activations"] = max(0, allocated - total)
         peak["activations"] = max(0, most_allocated - total)
-    media = _media(engine)
-    disk = {kind: sum(medium.disk_bytes for medium in of_kind) for kind, of_kind in media.items()}
-    return Memory(now, peak, _nonzero(_host_bytes(engine, media, states.host)), _nonzero(disk))
+    tiers = _tiers(engine)
+    disk = {kind: sum(tier.disk_bytes for tier in of_kind) for kind, of_kind in tiers.items()}
+    return Memory(now, peak, _nonzero(_host_bytes(engine, tiers, states.host)), _nonzero(disk))
 
 
 def replicated(model: nn.Module) -> dict[str, int]:
@@ -120,7 +120,7 @@ def _known(engine: Engine, model: nn.Module, state_bytes: int) -> dict[str, int]
 
 
 class _StateBytes(NamedTuple):
-    """Bytes of optimizer state and its rings, besides what rests on a medium."""
+    """Bytes of optimizer state and its rings, besides what rests on a tier."""
 
     device: int
     host: int
@@ -136,18 +136,18 @@ def _optimizer_bytes(engine: Engine) -> _StateBytes:
     return _StateBytes(_held_bytes(state) - on_host, on_host + rings)  # loaded state is on the device until a step
 
 
-def _media(engine: Engine) -> dict[str, list[Medium]]:
-    """Return the media of the engine's stores by the kind of what rests there."""
+def _tiers(engine: Engine) -> dict[str, list[Tier]]:
+    """Return the tiers of the engine's stores by the kind of what is offloaded there."""
     return {
-        "param_shards": [store.medium for store in shard_stores(engine)],
-        "grad_shards": [store.medium for store in gradient_stores(engine)],
-        "optimizer": [store.medium for store in _state_stores(engine)],
+        "param_shards": [store.tier for store in shard_stores(engine)],
+        "grad_shards": [store.tier for store in gradient_stores(engine)],
+        "optimizer": [store.tier for store in _state_stores(engine)],
     }
 
 
-def _host_bytes(engine: Engine, media: Mapping[str, Sequence[Medium]], state_bytes: int) -> dict[str, int]:
+def _host_bytes(engine: Engine, tiers: Mapping[str, Sequence[Tier]], state_bytes: int) -> dict[str, int]:
     """Return the bytes on the host beside an accelerator, by kind."""
-    host = {kind: sum(medium.host_bytes for medium in of_kind) for kind, of_kind in media.items()}
+    host = {kind: sum(tier.host_bytes for tier in of_kind) for kind, of_kind in tiers.items()}
     host["optimizer"] += state_bytes
     host["activations"] = sum(copies.host_bytes for copies in input_copies(engine.units))
     host_step = of_owner(engine.root).host_step
@@ -180,8 +180,8 @@ def _optimizer_state(engine: Engine) -> Iterator[Tensor]:
 
 
 def _held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes in this rank's memory: of sharded tensors the piece, of state on a medium nothing."""
-    tensors = (tensor for tensor in tensors if not isinstance(tensor, RestingState))
+    """Return the bytes in this rank's memory: of sharded tensors the piece, of state on a tier nothing."""
+    tensors = (tensor for tensor in tensors if not isinstance(tensor, OffloadedState))
     return sum((t.local if isinstance(t, ShardedParameter) else t).nbytes for t in tensors)
 
 

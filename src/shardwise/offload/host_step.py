@@ -1,9 +1,9 @@
 """An optimizer's step on the host, for parameters that a device computes with.
 
-The optimizer steps on *twins*: sharded tensors of the same placements whose pieces are in host memory. If a slice rests
-in host memory, that memory is its twin's, and nothing is copied. A piece on the device is copied to a staging buffer
-first, while the twins before it are stepped, and a weight is copied back afterwards. docs/design/offload.md says when
-this is the better place for a step.
+The optimizer steps on *host parameters*: sharded tensors of the same placements whose pieces are in host memory. If a
+slice is offloaded to host memory, its host parameter uses that memory, and nothing is copied. A piece on the device is
+copied to a staging buffer first, while the host parameters before it are stepped, and a weight is copied back
+afterwards. docs/design/offload.md says when this is the better place for a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise import accelerators, device_tools
 from shardwise.fsdp.layout import round_up
 from shardwise.fsdp.sharded_parameter import ShardedParameter, piece_in
 from shardwise.offload import host_threads
-from shardwise.offload.media.device_buffers import follow
+from shardwise.offload.tiers.device_buffers import follow
 from shardwise.sharded.extensions.offloaded import slice_of, slices_of
 from shardwise.sharded.extensions.partial_step import step_view, view_of
 
@@ -43,7 +43,7 @@ class _Staged(NamedTuple):
     device: Tensor | None
 
 
-class _Brought(NamedTuple):
+class _HostCopy(NamedTuple):
     """Pieces that were on the device, on their way to the host."""
 
     buffer: Tensor
@@ -63,12 +63,12 @@ class HostStep:
         self._free: deque[tuple[Tensor, torch.Event]] = deque()
         """Staging buffers, with the end of their last copy."""
         self._buffer_bytes = 0
-        self._coming: deque[tuple[Sequence[ShardedParameter], _Brought]] = deque()
+        self._host_copies: deque[tuple[Sequence[ShardedParameter], _HostCopy]] = deque()
 
     @property
     def host_bytes(self) -> int:
         """Bytes of all staging buffers."""
-        buffers = [buffer for buffer, _ in self._free] + [brought.buffer for _, brought in self._coming]
+        buffers = [buffer for buffer, _ in self._free] + [host_copy.buffer for _, host_copy in self._host_copies]
         return sum(buffer.nbytes for buffer in buffers)
 
     # A whole step -----------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class HostStep:
         try:
             for index, portion in enumerate(portions):
                 for following in portions[index : index + 2]:
-                    self.bring(following)
+                    self.copy_to_host(following)
                 state = {p: in_host_memory(optimizer.state.get(p, {})) for p in portion}
                 self.step_some(optimizer, portion, state)
                 for parameter, values in state.items():
@@ -91,10 +91,10 @@ class HostStep:
 
     # By portions ------------------------------------------------------------------------------------------------------
 
-    def bring(self, parameters: Sequence[ShardedParameter]) -> None:
+    def copy_to_host(self, parameters: Sequence[ShardedParameter]) -> None:
         """Begin to copy to the host what the step of these parameters needs and is not offloaded. Does nothing if that
         has begun."""
-        if any(brought is parameters for brought, _ in self._coming):
+        if any(copied is parameters for copied, _ in self._host_copies):
             return
         pieces = [t for p in parameters for t in (p, p.grad) if isinstance(t, ShardedParameter) and slice_of(t) is None]
         nbytes = sum(round_up(tensor.local.nbytes, _ALIGN_BYTES) for tensor in pieces)
@@ -109,56 +109,56 @@ class HostStep:
                 host.copy_(piece, non_blocking=True)
                 staged[id(tensor)] = _Staged(host, piece)
                 start += round_up(piece.nbytes, _ALIGN_BYTES)
-        self._coming.append((parameters, _Brought(buffer, staged, self._down.record_event())))
+        self._host_copies.append((parameters, _HostCopy(buffer, staged, self._down.record_event())))
 
     def step_some(self, optimizer: Optimizer, parameters: Sequence[ShardedParameter], state: State) -> None:
-        """Take the step of the parameters that were brought first. `state`, in host memory, is updated."""
-        brought_for, brought = self._coming[0]
-        assert brought_for is parameters, "portions are stepped in the order in which they are brought"
-        device_tools.wait_for(brought.arrived)
+        """Take the step of the parameters that were copied first. `state`, in host memory, is updated."""
+        copied, host_copy = self._host_copies[0]
+        assert copied is parameters, "portions are stepped in the order in which they are copied"
+        device_tools.wait_for(host_copy.arrived)
         pieces: dict[ShardedParameter, _Staged] = {}
-        twins: dict[Tensor, ShardedParameter] = {}
+        host_parameters: dict[Tensor, ShardedParameter] = {}
         for parameter in parameters:
             grad = parameter.grad
             assert isinstance(grad, ShardedParameter)
             for tensor in (parameter, grad):
-                pieces[tensor] = self._piece(tensor, brought)
-            twin = ShardedParameter(pieces[parameter].host, parameter.placement, parameter.requires_grad)
-            twin.grad = ShardedParameter(pieces[grad].host, grad.placement)
-            twins[parameter] = twin
-        of_twins = {twins[parameter]: values for parameter, values in state.items()}
-        selected = [[p for p in group["params"] if p in twins] for group in optimizer.param_groups]
-        view = view_of(optimizer, selected, of_twins, twins)
+                pieces[tensor] = self._piece(tensor, host_copy)
+            host_parameter = ShardedParameter(pieces[parameter].host, parameter.placement, parameter.requires_grad)
+            host_parameter.grad = ShardedParameter(pieces[grad].host, grad.placement)
+            host_parameters[parameter] = host_parameter
+        host_state = {host_parameters[parameter]: values for parameter, values in state.items()}
+        selected = [[p for p in group["params"] if p in host_parameters] for group in optimizer.param_groups]
+        view = view_of(optimizer, selected, host_state, host_parameters)
         _fit_for_host(view)
         with host_threads.on_host():
             step_view(optimizer, view)
-            lent = {piece.host.untyped_storage().data_ptr() for piece in pieces.values()}
+            storages = {piece.host.untyped_storage().data_ptr() for piece in pieces.values()}
             for parameter in state:  # whose dict the step may have replaced
-                state[parameter] = _without_memory_of(lent, of_twins.get(twins[parameter], {}))
+                state[parameter] = _without_memory_of(storages, host_state.get(host_parameters[parameter], {}))
         # The step may write gradients as well, as fused ones that unscale them, or drop them.
-        self._send_back({t: piece for t, piece in pieces.items() if t in twins or piece.host._version})
+        self._copy_to_device({t: piece for t, piece in pieces.items() if t in host_parameters or piece.host._version})
         for parameter in parameters:
-            if twins[parameter].grad is None:
+            if host_parameters[parameter].grad is None:
                 parameter.grad = None
-        self._coming.popleft()
-        self._free.append((brought.buffer, self._up.record_event()))
+        self._host_copies.popleft()
+        self._free.append((host_copy.buffer, self._up.record_event()))
 
-    def _piece(self, tensor: ShardedParameter, brought: _Brought) -> _Staged:
+    def _piece(self, tensor: ShardedParameter, host_copy: _HostCopy) -> _Staged:
         """Return the tensor's piece in host memory, with a version of its own."""
         own = slice_of(tensor)
         if own is None:
-            staged = brought.pieces[id(tensor)]
+            staged = host_copy.pieces[id(tensor)]
             return _Staged(staged.host.data, staged.device)
-        resting = own.in_host_memory()
-        if resting is not None:
-            return _Staged(piece_in(resting, tensor).data, None)
+        offloaded = own.in_host_memory()
+        if offloaded is not None:
+            return _Staged(piece_in(offloaded, tensor).data, None)
         piece = tensor.peek()  # on a disk, or somebody holds a view of its buffer on the device
         host = torch.empty(piece.shape, dtype=piece.dtype)
         host.copy_(piece, non_blocking=True)
         device_tools.wait_for(accelerators.current_stream(self._device).record_event())
         return _Staged(host.data, piece)
 
-    def _send_back(self, written: Mapping[ShardedParameter, _Staged]) -> None:
+    def _copy_to_device(self, written: Mapping[ShardedParameter, _Staged]) -> None:
         self._up.wait_event(accelerators.current_stream(self._device).record_event())
         with accelerators.on(self._up):
             for staged in written.values():
@@ -171,16 +171,16 @@ class HostStep:
             own.note_write()
 
     def finish(self) -> None:
-        """Have the current stream wait for all copies. Forgets what was brought and not stepped."""
-        while self._coming:
-            _, brought = self._coming.popleft()
-            self._free.append((brought.buffer, brought.arrived))
+        """Have the current stream wait for all copies. Forgets what was copied and not stepped."""
+        while self._host_copies:
+            _, host_copy = self._host_copies.popleft()
+            self._free.append((host_copy.buffer, host_copy.arrived))
         copied = [stream.record_event() for stream in (self._down, self._up)]
         follow(accelerators.current_stream(self._device), copied)
 
     def _take_buffer(self, nbytes: int) -> Tensor:
         self._buffer_bytes = max(self._buffer_bytes, nbytes)
-        if len(self._free) + len(self._coming) < _BUFFERS:
+        if len(self._free) + len(self._host_copies) < _BUFFERS:
             return self._new_buffer()
         buffer, used = self._free.popleft()
         device_tools.wait_for(used)
@@ -221,12 +221,12 @@ def _moved(value: Any) -> Any:
     return value if local.device == accelerators.CPU else ShardedParameter(local.to(accelerators.CPU), value.placement)
 
 
-def _without_memory_of(lent: Collection[int], state: dict[str, Any]) -> dict[str, Any]:
-    """Return one parameter's state, with copies of what a step kept of the weights and gradients that it was lent, such
+def _without_memory_of(storages: Collection[int], state: dict[str, Any]) -> dict[str, Any]:
+    """Return one parameter's state, with copies of the weights and gradients in these storages that a step kept, such
     as the last gradient: others will use their memory."""
     return {
         name: value.clone()
-        if isinstance(value, ShardedParameter) and value.local.untyped_storage().data_ptr() in lent
+        if isinstance(value, ShardedParameter) and value.local.untyped_storage().data_ptr() in storages
         else value
         for name, value in state.items()
     }

@@ -1,4 +1,4 @@
-"""One slice of weights or gradients, stored off the device: its place on a medium and, for a while, a ring buffer.
+"""One slice of weights or gradients, stored off the device: its place on a tier and, for a while, a ring buffer.
 
                    --read_ahead-->            --load-->
         OFFLOADED                  READING              RESIDENT --let_go, if it was written--> WRITING
@@ -25,21 +25,21 @@ from shardwise.errors import UsageError
 from shardwise.files.direct import PAGE_BYTES
 from shardwise.fsdp.layout import round_up
 from shardwise.offload import host_threads
-from shardwise.offload.media.medium import Transfer
 from shardwise.offload.shard_store import ShardStore
+from shardwise.offload.tiers.tier import Transfer
 
 
 class SliceState(enum.Enum):
     """Where the numbers of a slice are."""
 
     OFFLOADED = "offloaded"
-    """On the medium only."""
+    """On the tier only."""
     READING = "reading"
     """Being read into a buffer."""
     RESIDENT = "resident"
-    """In a buffer. If the buffer was written to, the medium holds older numbers."""
+    """In a buffer. If the buffer was written to, the tier holds older numbers."""
     WRITING = "writing"
-    """In a buffer, being written back to the medium."""
+    """In a buffer, being written back to the tier."""
 
 
 _MOVES: dict[SliceState, tuple[SliceState, ...]] = {
@@ -51,16 +51,16 @@ _MOVES: dict[SliceState, tuple[SliceState, ...]] = {
 
 
 class OffloadedSlice:
-    """One slice: 1-D, of one dtype. Does not communicate; errors of the medium are UsageErrors."""
+    """One slice: 1-D, of one dtype. Does not communicate; errors of the tier are UsageErrors."""
 
     def __init__(self, store: ShardStore, numel: int, dtype: torch.dtype) -> None:
-        """Choose a place on the medium, without allocating it yet."""
+        """Choose a place on the tier, without allocating it yet."""
         self.store = store
         self.dtype = dtype
         self.numel = numel
         self.nbytes = round_up(numel * dtype.itemsize, PAGE_BYTES)
         self.start = store.place(self.nbytes)
-        """First byte of the slice on the medium."""
+        """First byte of the slice on the tier."""
         weakref.finalize(self, store.vacate, self.start, self.nbytes).atexit = False
         self.state = SliceState.OFFLOADED
         self._buffer: Tensor | None = None
@@ -70,7 +70,7 @@ class OffloadedSlice:
         """Value of `_references` while nobody holds a view."""
         self._under_way: Transfer | None = None
         self._clean_version = 0
-        """Value of `_bytes._version` when buffer and medium last held the same numbers."""
+        """Value of `_bytes._version` when buffer and tier last held the same numbers."""
         self._is_written = False
         """Whether `note_write` was called since then, for a write that `_bytes._version` may not count."""
         self._former_versions = 0
@@ -94,11 +94,11 @@ class OffloadedSlice:
     def flat(self) -> Tensor:
         """Load the slice and return a view of it for the current stream. The buffer stays while any view of it exists.
 
-        Writes to the view reach the medium later, if they raise the tensor's version or are reported by `note_write`.
+        Writes to the view reach the tier later, if they raise the tensor's version or are reported by `note_write`.
         """
         view = self.load()
         assert self._buffer is not None
-        self.store.medium.use(self._buffer)
+        self.store.tier.use(self._buffer)
         return view
 
     def lend(self) -> Tensor:
@@ -112,7 +112,7 @@ class OffloadedSlice:
     def load(self) -> Tensor:
         """Like `flat`, but only to keep the slice in its buffer: the view must not be read or written."""
         if self.state is not SliceState.RESIDENT:
-            self.store.medium.check()
+            self.store.tier.check()
             self.store.make_way()
             if self.state is SliceState.OFFLOADED:
                 self._begin_read(self.store.take_buffer())
@@ -126,13 +126,13 @@ class OffloadedSlice:
             return self._bytes[: self.numel * self.dtype.itemsize].view(self.dtype)
 
     def begin_anew(self) -> None:
-        """Fill the slice with zeros without reading it from the medium, because the caller writes all of it."""
+        """Fill the slice with zeros without reading it from the tier, because the caller writes all of it."""
         self.claim()
         assert self._bytes is not None
         self._bytes.zero_()
 
     def claim(self) -> Tensor:
-        """Like `flat`, but without reading the medium: the caller overwrites the whole slice, on the current stream or
+        """Like `flat`, but without reading the tier: the caller overwrites the whole slice, on the current stream or
         on one that waits for it."""
         self.store.make_way()
         if self.state is not SliceState.RESIDENT:
@@ -140,7 +140,7 @@ class OffloadedSlice:
             self._take(self.store.take_buffer())
             self._move(SliceState.RESIDENT)
         assert self._buffer is not None
-        self.store.medium.claim(self._buffer)
+        self.store.tier.claim(self._buffer)
         self.note_write()
         return self._view()
 
@@ -154,7 +154,7 @@ class OffloadedSlice:
         self._move(SliceState.READING)
         assert self._bytes is not None
         try:
-            self._under_way = self.store.medium.read(self.start, self._bytes)
+            self._under_way = self.store.tier.read(self.start, self._bytes)
         except BaseException:  # of a disk that failed earlier
             self._rest()
             raise
@@ -185,7 +185,7 @@ class OffloadedSlice:
         self.finish()
         if self.state is not SliceState.OFFLOADED:  # somebody holds a view of the buffer
             return None
-        memory = self.store.medium.in_host_memory(self.start, self.numel * self.dtype.itemsize)
+        memory = self.store.tier.in_host_memory(self.start, self.numel * self.dtype.itemsize)
         return None if memory is None else memory.view(self.dtype)
 
     def note_norms(self, norms: Mapping[int, Tensor]) -> None:
@@ -238,7 +238,7 @@ class OffloadedSlice:
         all work on it."""
         if self.state is SliceState.RESIDENT:
             assert self._buffer is not None
-            self.store.medium.use(self._buffer)
+            self.store.tier.use(self._buffer)
             self.let_go()
 
     def let_go(self) -> None:
@@ -249,7 +249,7 @@ class OffloadedSlice:
         if not self._is_written and self._bytes._version == self._clean_version:
             self._rest()
             return
-        self._under_way = self.store.medium.write(self.start, self._bytes)
+        self._under_way = self.store.tier.write(self.start, self._bytes)
         self._is_written, self._clean_version = False, self._bytes._version
         self._move(SliceState.WRITING)
 
@@ -260,7 +260,7 @@ class OffloadedSlice:
 
     @property
     def is_being_written(self) -> bool:
-        """Whether the slice is being written back to the medium."""
+        """Whether the slice is being written back to the tier."""
         return self.state is SliceState.WRITING
 
     @property

@@ -24,8 +24,8 @@ _ALIGN_BYTES = 64
 _LEAST_RING_BYTES = 64 * 2**20
 
 
-class Kept(NamedTuple):
-    """The layout of one state tensor on the medium."""
+class StateLayout(NamedTuple):
+    """The layout of one state tensor on the tier."""
 
     placement: Placement
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Kept(NamedTuple):
         return self.placement.fragment.numel * self.dtype.itemsize
 
 
-State = Mapping[str, Kept]
+State = Mapping[str, StateLayout]
 """The sharded tensors of one parameter's optimizer state, by name."""
 
 
@@ -46,9 +46,9 @@ class Portion:
 
     parameters: tuple[ShardedParameter, ...]
     start: int
-    """First byte on the medium."""
+    """First byte on the tier."""
     nbytes: int
-    places: Mapping[tuple[ShardedParameter, str], tuple[int, Kept]]
+    places: Mapping[tuple[ShardedParameter, str], tuple[int, StateLayout]]
     """By parameter and name of the state tensor: its first byte, counted from `start`, and its layout."""
 
 
@@ -72,7 +72,7 @@ def probe(optimizer: Optimizer, group: int, dtype: torch.dtype, device: torch.de
 
 def bytes_of(state: State) -> int:
     """Return the bytes that one parameter's state takes on this rank, aligned."""
-    return sum(round_up(kept.nbytes, _ALIGN_BYTES) for kept in state.values())
+    return sum(round_up(layout.nbytes, _ALIGN_BYTES) for layout in state.values())
 
 
 def ring_bytes_for(asked: int | None, needs: Mapping[ShardedParameter, State]) -> int:
@@ -114,7 +114,7 @@ def portions_of(
 def _portion(parameters: Sequence[ShardedParameter], needs: Mapping[ShardedParameter, State], start: int) -> Portion:
     places, offset = {}, 0
     for parameter in parameters:
-        for name, kept in needs[parameter].items():
-            places[parameter, name] = offset, kept
-            offset += round_up(kept.nbytes, _ALIGN_BYTES)
+        for name, layout in needs[parameter].items():
+            places[parameter, name] = offset, layout
+            offset += round_up(layout.nbytes, _ALIGN_BYTES)
     return Portion(tuple(parameters), start, round_up(offset, PAGE_BYTES), places)

@@ -1,4 +1,4 @@
-"""The slices of weights or gradients on a medium, and the ring of buffers that they are read into and written from."""
+"""The slices of weights or gradients on a tier, and the ring of buffers that they are read into and written from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from shardwise.errors import UsageError
-from shardwise.offload.media.medium import Medium
+from shardwise.offload.tiers.tier import Tier
 from shardwise.sharded.extensions.offloaded import Slice, slices_of
 
 BUFFERS = 4
@@ -26,7 +26,7 @@ class Holder(Protocol):
 
     @property
     def is_being_written(self) -> bool:
-        """Whether the slice is being written back to the medium."""
+        """Whether the slice is being written back to the tier."""
 
     @property
     def is_written(self) -> bool:
@@ -45,8 +45,8 @@ class ShardStore:
     Does not communicate.
     """
 
-    def __init__(self, medium: Medium, host_computes: bool = False) -> None:
-        self.medium = medium
+    def __init__(self, tier: Tier, host_computes: bool = False) -> None:
+        self.tier = tier
         self.host_computes = host_computes
         """Whether the host takes the optimizer's step, and so other operations that write many tensors too."""
         self._placed_bytes = 0
@@ -87,9 +87,9 @@ class ShardStore:
         self._vacant[nbytes].append(start)
         self._slices -= 1
 
-    def take_room(self) -> None:
-        """Allocate room on the medium for all slices that have a place. Raises UsageError if there is none."""
-        self.medium.grow(self._placed_bytes)
+    def allocate(self) -> None:
+        """Allocate space on the tier for all slices that have a place. Raises UsageError if there is none."""
+        self.tier.grow(self._placed_bytes)
 
     # Buffers ----------------------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class ShardStore:
         """Return a buffer for a slice, waiting for one if necessary.
 
         Waits for the oldest write first; without writes, the slice read ahead last gives up its buffer. If views of all
-        buffers are held, allocates one more. Raises UsageError if the medium has no room or has failed.
+        buffers are held, allocates one more. Raises UsageError if the tier has no space or has failed.
         """
         while (buffer := self.take_free_buffer()) is None:
             writing = [each for each in self._held if each.is_being_written]
@@ -109,7 +109,7 @@ class ShardStore:
 
     def take_free_buffer(self) -> Tensor | None:
         """Return a buffer that is free without waiting, or None. Raises as `take_buffer`."""
-        self.take_room()  # for slices of a model's copies
+        self.allocate()  # for slices of a model's copies
         for each in [each for each in self._held if each.is_written]:
             each.finish()
         if self._made < min(BUFFERS, self._slices):
@@ -117,7 +117,7 @@ class ShardStore:
         return self._free.popleft() if self._free else None
 
     def _new_buffer(self) -> Tensor:
-        buffer = self.medium.buffer(self._buffer_bytes)
+        buffer = self.tier.buffer(self._buffer_bytes)
         self._made += 1
         self._made_bytes += buffer.nbytes
         return buffer
@@ -125,7 +125,7 @@ class ShardStore:
     def _drop(self, buffer: Tensor) -> None:
         self._made -= 1
         self._made_bytes -= buffer.nbytes
-        self.medium.drop(buffer)
+        self.tier.drop(buffer)
 
     def _drop_free(self) -> None:
         while self._free:
@@ -149,13 +149,13 @@ class ShardStore:
             each.let_go()
 
     def finish(self) -> None:
-        """Wait until everything that was written to slices is on the medium. Raises UsageError if that fails."""
+        """Wait until everything that was written to slices is on the tier. Raises UsageError if that fails."""
         self.make_way()
         for each in list(self._held):
             each.finish()
 
     def notice_failures(self) -> None:
-        """Wait for transfers under way, so that the medium knows of their errors. Does not raise them."""
+        """Wait for transfers under way, so that the tier knows of their errors. Does not raise them."""
         for each in list(self._held):
             with suppress(UsageError):
                 each.finish()

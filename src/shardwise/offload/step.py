@@ -1,4 +1,4 @@
-"""The optimizer's step when some of its state, or of its parameters' shards or gradients, rests on a medium."""
+"""The optimizer's step when some of its state, or of its parameters' shards or gradients, rests on a tier."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STEP = "the optimizer's step"
 def step_with_stores(optimizer: Optimizer, selected: Sequence[Sequence[Tensor]]) -> None:
     """Take the optimizer's step for some of its parameters, wherever their state, shards and gradients rest.
 
-    If any rest on a medium, every rank must call this. All ranks raise if one does; if one raises while it prepares,
+    If any rest on a tier, every rank must call this. All ranks raise if one does; if one raises while it prepares,
     they do so before anything is updated. Otherwise does not communicate.
     """
     groups = _groups_of(selected)
@@ -34,18 +34,18 @@ def step_with_stores(optimizer: Optimizer, selected: Sequence[Sequence[Tensor]])
             store.check(optimizer)
             store.prepare(optimizer)
     stored: dict[StateStore | HostStep, list[ShardedParameter]] = {}
-    resting: dict[tuple[Slice, ...], list[list[Tensor]]] = {}
+    offloaded: dict[tuple[Slice, ...], list[list[Tensor]]] = {}
     for number, some in enumerate(selected):
         for parameter in some:
             own: StateStore | HostStep | None = store_of(parameter) or host_step_of(parameter)
             if own is None:
                 slices = slices_for_step(parameter)
-                resting.setdefault(slices, [[] for _ in optimizer.param_groups])[number].append(parameter)
+                offloaded.setdefault(slices, [[] for _ in optimizer.param_groups])[number].append(parameter)
             elif parameter.grad is not None:
                 assert isinstance(parameter, ShardedParameter)
                 stored.setdefault(own, []).append(parameter)
     with Doing(groups, _STEP).together():
-        _step_by_slices(optimizer, resting)
+        _step_by_slices(optimizer, offloaded)
         for stepping, parameters in stored.items():
             stepping.step(optimizer, parameters)
 
@@ -78,7 +78,7 @@ def stores_of(optimizer: Optimizer) -> list[StateStore]:
 
 
 def _groups_of(selected: Sequence[Sequence[Tensor]]) -> list[Collectives]:
-    """Return the groups of ranks that step these parameters together, where a medium may fail on one rank alone."""
+    """Return the groups of ranks that step these parameters together, where a tier may fail on one rank alone."""
     groups: dict[Collectives, None] = {}
     for parameter in itertools.chain(*selected):
         if isinstance(parameter, ShardedParameter) and any(of_owner(parameter.unit)):

@@ -19,7 +19,7 @@ def put_last(optimizer: Optimizer, has_stores: bool) -> None:
 
     Args:
         optimizer: about to step.
-        has_stores: whether its state, parameters or gradients rest on a medium.
+        has_stores: whether its state, parameters or gradients rest on a tier.
 
     Raises:
         UsageError: the optimizer places its state itself, as whole-matrix optimizers do.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.errors import UsageError
 from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter
-from shardwise.offload.portions import Kept
+from shardwise.offload.portions import StateLayout
 from shardwise.optim.adamw_pieces import AdamWInPieces, piece_of, updated
 from shardwise.optim.block_placement import cuts_at, of_blocks
 from shardwise.optim.eight_bits import BLOCK_NUMEL, NOISE_BITS, Code, blocks_of
@@ -129,10 +129,10 @@ class AdamW8bit(AdamWInPieces):
         parts = {"codes": (shape, torch.uint8), "scales": (blocks, torch.float32)}
         return {f"{moment}_{part}": tensor for moment in _MOMENTS for part, tensor in parts.items()}
 
-    def first_state(self, parameter: ShardedParameter) -> dict[str, Kept]:
+    def first_state(self, parameter: ShardedParameter) -> dict[str, StateLayout]:
         """Return the layout of the state tensors that a parameter's first step makes. Does not communicate."""
         return {
-            name: Kept(self.state_placement(parameter, shape) or parameter.placement, dtype)
+            name: StateLayout(self.state_placement(parameter, shape) or parameter.placement, dtype)
             for name, (shape, dtype) in self._tensors(parameter).items()
         }
 

@@ -127,7 +127,7 @@ def test_rings_are_the_engines(tmp_path: Path) -> None:
     [store] = stores_of(optimizer)
     ring = next(event.nbytes for event in found.events if isinstance(event, Allocate) and event.kind == "optimizer")
     assert ring == store.ring_bytes > memory._LEAST_RING_BYTES
-    assert found.disk_bytes <= store.medium.nbytes <= found.disk_bytes + 4 * 4096
+    assert found.disk_bytes <= store.tier.nbytes <= found.disk_bytes + 4 * 4096
     del model, optimizer, store
     gc.collect()
 
@@ -205,4 +205,4 @@ def test_the_ring_of_gradients_is_the_engines() -> None:
             optimizer.zero_grad()
         assert setup(found)["grad_shards"] == sw.memory(model).now["grad_shards"]
         [store] = gradient_stores(require_engine(model))
-        assert found.host_bytes <= store.medium.nbytes <= found.host_bytes + 4 * 4096
+        assert found.host_bytes <= store.tier.nbytes <= found.host_bytes + 4 * 4096

@@ -16,7 +16,7 @@ from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.errors import UsageError
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.layout.ranges import Range, share
-from shardwise.offload.resting_state import RestingState
+from shardwise.offload.offloaded_state import OffloadedState
 from shardwise.sharded.extensions.blocks import BLOCK_NUMEL
 from shardwise.sharded.extensions.few_bits import FewBitsParameter
 from shardwise.sharded.extensions.offloaded import slice_of
@@ -125,31 +125,31 @@ class Piece:
 
 
 @dataclass(slots=True, eq=False)
-class StateAtRest(Piece):
-    """Optimizer state that rests on a medium: `tensor` has its number of elements, but no memory for them."""
+class OffloadedStatePiece(Piece):
+    """Offloaded optimizer state: `tensor` has its number of elements, but no memory for them."""
 
-    state: RestingState = field(kw_only=True)
+    state: OffloadedState = field(kw_only=True)
     skipped: int = 0
     """Elements of this rank's state that come before the piece."""
 
     def part(self, flat: Tensor, start: int) -> Piece:
         """See `Piece`."""
         skipped = self.skipped + start - self.start
-        return StateAtRest(
+        return OffloadedStatePiece(
             self.names, self.shape, flat, start, False, self.places, self.ranks, skipped, state=self.state
         )
 
     def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
-        """See `WritablePiece`. Reads from the medium a chunk at a time."""
+        """See `WritablePiece`. Reads from the tier a chunk at a time."""
         assert len(runs) <= 1, "state is stored as it is"
         for part in runs.stretches(_step(self.tensor.itemsize, runs)):
             chunk = torch.empty(part.numel, dtype=self.tensor.dtype)
-            self.state.room.check()
-            self.state.room.medium.read_into(self._byte(int(part.there[0])), chunk)
+            self.state.allocation.check()
+            self.state.allocation.tier.read_into(self._byte(int(part.there[0])), chunk)
             yield int(part.here[0]), bytes_of(chunk)
 
     def fill(self, reader: RangeReader, layout: TensorFile, place: Place, past_cache: bool) -> Read:
-        """See `ReadablePiece`. Writes to the medium a chunk at a time."""
+        """See `ReadablePiece`. Writes to the tier a chunk at a time."""
         runs = self.held_at(place)
         dtype, staged_bytes = DTYPES[layout.tensors[place.name].dtype], 0
         for part in runs.stretches(_step(dtype.itemsize, runs)):
@@ -157,7 +157,7 @@ class StateAtRest(Piece):
             start = layout.byte_range(place.name, int(part.here[0]), int(part.here[0])).start
             reader.ask(start, bytes_of(chunk), past_cache)
             reader.finish()
-            self.state.room.medium.write_from(self._byte(int(part.there[0])), chunk.to(self.tensor.dtype))
+            self.state.allocation.tier.write_from(self._byte(int(part.there[0])), chunk.to(self.tensor.dtype))
             staged_bytes = max(staged_bytes, chunk.nbytes)
         return Read(runs.numel * dtype.itemsize, staged_bytes)
 
@@ -166,17 +166,19 @@ class StateAtRest(Piece):
 
 
 @dataclass(slots=True, eq=False)
-class PieceAtRest(Piece):
-    """A parameter whose shard rests on a medium: `tensor` has its number of elements, but no memory for them."""
+class OffloadedPiece(Piece):
+    """A parameter whose shard is offloaded: `tensor` has its number of elements, but no memory for them."""
 
-    face: ShardedParameter = field(kw_only=True)
+    parameter: ShardedParameter = field(kw_only=True)
     skipped: int = 0
     """Elements of this rank's piece of the parameter that come before this one."""
 
     def part(self, flat: Tensor, start: int) -> Piece:
         """See `Piece`."""
         skipped = self.skipped + start - self.start
-        return PieceAtRest(self.names, self.shape, flat, start, False, self.places, self.ranks, skipped, face=self.face)
+        return OffloadedPiece(
+            self.names, self.shape, flat, start, False, self.places, self.ranks, skipped, parameter=self.parameter
+        )
 
     def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
         """See `WritablePiece`. The shard stays in memory until the last chunk is written."""
@@ -184,8 +186,8 @@ class PieceAtRest(Piece):
 
     def begin_overwrite(self) -> bool:
         """See `ReadablePiece`."""
-        assert self.face.unit is not None
-        self.face.unit.stepped()
+        assert self.parameter.unit is not None
+        self.parameter.unit.stepped()
         return bool(self.tensor.numel())
 
     def fill(self, reader: RangeReader, layout: TensorFile, place: Place, past_cache: bool) -> Read:
@@ -197,7 +199,7 @@ class PieceAtRest(Piece):
         return done
 
     def _here(self) -> Piece:
-        return self.with_tensor(self.face.peek().detach()[self.skipped : self.skipped + self.tensor.numel()])
+        return self.with_tensor(self.parameter.peek().detach()[self.skipped : self.skipped + self.tensor.numel()])
 
 
 @dataclass(slots=True, eq=False)
@@ -303,9 +305,9 @@ def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | N
             meta = torch.empty(tensor.fragment.numel, dtype=tensor.dtype, device="meta")
             return PieceInFewBits(tuple(names), shape, meta, start, False, places, ranks, parameter=tensor)
         like = torch.empty(1, dtype=tensor.dtype).expand(tensor.fragment.numel)
-        if isinstance(tensor, RestingState):
-            return StateAtRest(tuple(names), shape, like, start, False, places, ranks, state=tensor)
+        if isinstance(tensor, OffloadedState):
+            return OffloadedStatePiece(tuple(names), shape, like, start, False, places, ranks, state=tensor)
         if slice_of(tensor) is not None:
-            return PieceAtRest(tuple(names), shape, like, start, False, places, ranks, face=tensor)
+            return OffloadedPiece(tuple(names), shape, like, start, False, places, ranks, parameter=tensor)
         return Piece(tuple(names), shape, tensor.local.detach(), start, False, places, ranks)
     return Piece(tuple(names), tuple(tensor.shape), tensor.detach(), 0, True, places)

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.checkpoint.format import tensor_files
 from shardwise.checkpoint.format.contents import Contents
-from shardwise.checkpoint.format.local_tensor import DTYPES, Piece, PieceAtRest
+from shardwise.checkpoint.format.local_tensor import DTYPES, OffloadedPiece, Piece
 from shardwise.checkpoint.format.model_state import pieces_to_read
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.format.tensor_files import TensorFiles
@@ -108,7 +108,7 @@ def match(model: nn.Module, stored: Mapping[str, StoredTensor], find: Find = fin
 
 
 def _check_writable(piece: Piece) -> None:
-    if isinstance(piece, PieceAtRest):
+    if isinstance(piece, OffloadedPiece):
         return
     strides = zip(piece.tensor.stride(), piece.tensor.shape, strict=True)
     if piece.tensor.numel() and any(stride == 0 and size > 1 for stride, size in strides):
@@ -150,10 +150,10 @@ def check_ties(where: object, opened: Contents | Directory, files: TensorFiles, 
         own = [place for held, place in matched.wanted if held is piece]
         values = []
         for places in (own, others):
-            twin = piece.with_tensor(torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device="cpu"))
-            read = tensor_files.read(opened, files, [(twin, place) for place in places])
-            values.append(twin.tensor)
-            staged_bytes = max(staged_bytes, read.peak_staged_bytes + 2 * twin.tensor.nbytes)
+            staged = piece.with_tensor(torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device="cpu"))
+            read = tensor_files.read(opened, files, [(staged, place) for place in places])
+            values.append(staged.tensor)
+            staged_bytes = max(staged_bytes, read.peak_staged_bytes + 2 * staged.tensor.nbytes)
         if not torch.equal(*values):
             raise CheckpointError(
                 f"{where} holds different numbers for {own[0].name!r} and {others[0].name!r}, which the model "

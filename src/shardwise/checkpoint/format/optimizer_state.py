@@ -54,14 +54,14 @@ def named_groups(model: nn.Module, optimizer: Optimizer) -> list[list[tuple[str,
     for number, group in enumerate(optimizer.param_groups):
         groups.append([])
         for parameter in group["params"]:
-            face = getattr(parameter, SHARDED_ATTRIBUTE, parameter)
-            if id(face) not in fqns:
+            sharded = getattr(parameter, SHARDED_ATTRIBUTE, parameter)
+            if id(sharded) not in fqns:
                 raise UsageError(
                     f"group {number} of this {type(optimizer).__name__} has a parameter of shape "
                     f"{tuple(parameter.shape)} that the model does not have: build the optimizer from "
                     "model.parameters()"
                 )
-            groups[-1].append((fqns[id(face)], face))
+            groups[-1].append((fqns[id(sharded)], sharded))
     return groups
 
 
@@ -201,13 +201,15 @@ def scalar(name: str, saved: Mapping[str, Any], parameter: Tensor, group: Mappin
     return torch.full(saved["shape"], saved["scalar"], dtype=dtype, device=device)
 
 
-def room_for(optimizer: Optimizer, parameter: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor to read state into, uninitialised: with the parameter's shape and sharding, on the medium if the
+def target_for(
+    optimizer: Optimizer, parameter: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """Return a tensor to read state into, uninitialised: with the parameter's shape and sharding, on the tier if the
     state is kept there; or with `shape` if the optimizer places its state itself (`state_placement`). The optimizer's
     current value is reused if shape, dtype and sharding agree, so that state is not held twice."""
     present = optimizer.state.get(parameter, {}).get(name)
     if isinstance(parameter, ShardedParameter):
-        return _sharded_room(optimizer, parameter, (name, present), dtype, shape)
+        return _sharded_target(optimizer, parameter, (name, present), dtype, shape)
     wanted = shape if places_state(optimizer) else tuple(parameter.shape)
     same = present if isinstance(present, Tensor) and not isinstance(present, ShardedParameter) else None
     if same is not None and (tuple(same.shape), same.dtype) == (wanted, dtype):
@@ -217,27 +219,27 @@ def room_for(optimizer: Optimizer, parameter: Tensor, name: str, dtype: torch.dt
     return torch.empty_like(parameter.detach(), dtype=dtype)
 
 
-def _sharded_room(
+def _sharded_target(
     optimizer: Optimizer,
     parameter: ShardedParameter,
     named: tuple[str, Any],
     dtype: torch.dtype,
     shape: tuple[int, ...],
 ) -> Tensor:
-    """Do the work of `room_for` for a sharded parameter. `named`: the state's name and its current value."""
+    """Do the work of `target_for` for a sharded parameter. `named`: the state's name and its current value."""
     name, present = named
     own_placement = getattr(optimizer, "state_placement", None)
     own = None if own_placement is None else own_placement(parameter, shape)
     store = store_of(parameter)
-    is_stepped = parameter.requires_grad or parameter.grad is not None  # others have no room on a medium
+    is_stepped = parameter.requires_grad or parameter.grad is not None  # others have no space on a tier
     if store is not None and is_stepped and (own is None or hasattr(optimizer, "first_state")):
-        room = store.place(optimizer, parameter, name)
-        if room is None or room.dtype != dtype:
+        target = store.place(optimizer, parameter, name)
+        if target is None or target.dtype != dtype:
             raise UsageError(
-                f"optimizer state {name!r} of {parameter.fqn!r} in {dtype} has no place {store.medium.where}: "
+                f"optimizer state {name!r} of {parameter.fqn!r} in {dtype} has no place {store.tier.where}: "
                 "load it into an optimizer of the same kind and options, or leave offload.optimizer out"
             )
-        return room
+        return target
     placement = own or parameter.placement
     device = parameter.device if host_step_of(parameter) is None else torch.device("cpu")
     alike = (placement.shape, dtype, device)

@@ -22,14 +22,14 @@ from shardwise.fsdp.reducer import InFlight
 from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter, piece_in
 from shardwise.fsdp.unit import Unit
 from shardwise.offload.host_step import HostStep
-from shardwise.offload.media.disk import Disk
-from shardwise.offload.media.host_memory import HostMemory
-from shardwise.offload.media.medium import Medium
-from shardwise.offload.media.staged_disk import THREADS, StagedDisk
 from shardwise.offload.offloaded_slice import OffloadedSlice, SliceState
 from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.stores import Stores
+from shardwise.offload.tiers.disk import Disk
+from shardwise.offload.tiers.host_memory import HostMemory
+from shardwise.offload.tiers.staged_disk import THREADS, StagedDisk
+from shardwise.offload.tiers.tier import Tier
 from shardwise.policy.offload import Offload
 from shardwise.registry import register
 from shardwise.sharded.extensions.blocks import Coder
@@ -53,7 +53,7 @@ class OffloadedGradient(GradientShard):
         return self.slice is None
 
     def reserve(self) -> None:
-        """Choose its place in the store, if it has none yet. Takes no room there yet."""
+        """Choose its place in the store, if it has none yet. Allocates nothing there yet."""
         if self.store is not None and self.slice is None:
             self.slice = OffloadedSlice(self.store, self._numel, self._dtype)
 
@@ -222,7 +222,7 @@ def stores_for(offload: Offload | None, device: torch.device) -> Stores:
 
     is_apart = device_tools.has_memory(device)
 
-    def medium(place: str | None, what: str, reaches_device: bool = is_apart) -> Medium | None:
+    def tier(place: str | None, what: str, reaches_device: bool = is_apart) -> Tier | None:
         if place == "nvme":
             assert offload.path is not None
             if reaches_device:
@@ -231,8 +231,8 @@ def stores_for(offload: Offload | None, device: torch.device) -> Stores:
         return HostMemory(device, what, offload.pin) if place == "cpu" and reaches_device else None
 
     host_step = HostStep(device, offload.pin) if offload.step == "cpu" and is_apart else None
-    shards, gradients = medium(offload.params, "weights"), medium(offload.gradients, "gradients")
-    states = medium(offload.optimizer, "optimizer state", reaches_device=is_apart and host_step is None)
+    shards, gradients = tier(offload.params, "weights"), tier(offload.gradients, "gradients")
+    states = tier(offload.optimizer, "optimizer state", reaches_device=is_apart and host_step is None)
     return Stores(
         None if states is None else StateStore(states, offload.ring_bytes, host_step),
         None if shards is None else ShardStore(shards),

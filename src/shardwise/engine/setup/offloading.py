@@ -1,4 +1,4 @@
-"""Units that rest elsewhere between uses (`sw.Offload`): their groups, and room for them before they get values."""
+"""Units that are offloaded between uses (`sw.Offload`): their groups, and space for them before they get values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OffloadedGroups(PlainGroups):
         return made
 
     def around(self, materialise: Materialiser) -> Materialiser:
-        """Return a materialiser that also takes room for what rests elsewhere."""
+        """Return a materialiser that also allocates space for what is offloaded."""
 
         def run(model: nn.Module, units: Sequence[Planned], engine: Engine) -> None:
             attach_before(_step_with_stores)
@@ -53,7 +53,7 @@ class OffloadedGroups(PlainGroups):
                 attach(unit, stores)
             if stores.host_step is not None:
                 share_cores(engine.mesh)
-            _take_room(stores, [group for unit, _ in units for group in unit.groups], engine.mesh)
+            _allocate(stores, [group for unit, _ in units for group in unit.groups], engine.mesh)
             materialise(model, units, engine)
             if stores.shards is not None:
                 stores.shards.finish()
@@ -66,8 +66,8 @@ def _step_with_stores(optimizer: Optimizer, owners: Collection[Owner]) -> None:
     put_last(optimizer, has_stores=any_offloaded(owners))
 
 
-def _take_room(stores: Stores, groups: Sequence[Group], mesh: Mesh) -> None:
-    """Take room on the medium for slices that rest there, on all ranks or none. Gradients of parameters that become
+def _allocate(stores: Stores, groups: Sequence[Group], mesh: Mesh) -> None:
+    """Allocate space on the tier for offloaded slices, on all ranks or none. Gradients of parameters that become
     trainable later take theirs then."""
     if not stores.of_slices:
         return
@@ -76,4 +76,4 @@ def _take_room(stores: Stores, groups: Sequence[Group], mesh: Mesh) -> None:
             group.gradients.reserve()
     with Doing((mesh.shard, mesh.replicate), "sw.shard").together():
         for store in stores.of_slices:
-            store.take_room()
+            store.allocate()

@@ -41,7 +41,7 @@ class FewBitsParameter(ShardedParameter):
     """
 
     blocks: Tensor = _Blocks()  # type: ignore[assignment]
-    """This rank's blocks: [blocks, bytes of a block], uint8; shared with its unit. If they rest on a medium they are
+    """This rank's blocks: [blocks, bytes of a block], uint8; shared with its unit. If they rest on a tier they are
     loaded, and stay in memory while there is a view of them."""
     slice: Slice | None = None
     """The offloaded slice that the blocks are a part of; None if they have memory of their own."""

@@ -31,16 +31,16 @@ def view_of(
     optimizer: Optimizer,
     selected: Sequence[Sequence[Tensor]],
     state: MutableMapping[Any, Any] | None = None,
-    twins: Mapping[Tensor, Tensor] | None = None,
+    replacements: Mapping[Tensor, Tensor] | None = None,
 ) -> Optimizer:
     """Return an optimizer of the same class and attributes with some of the parameters and no hooks on its step.
 
     Args:
         selected: the view's parameters, by group; groups keep their position.
         state: the view's state, by the parameters that it steps; default: the optimizer's own.
-        twins: the tensors that the view steps in place of the selected ones; default: those themselves.
+        replacements: the tensors that the view steps in place of the selected ones; default: those themselves.
     """
-    own = {} if twins is None else twins
+    own = {} if replacements is None else replacements
     view: Optimizer = object.__new__(type(optimizer))
     view.__dict__.update(
         optimizer.__dict__,
@@ -55,8 +55,8 @@ def view_of(
     return view
 
 
-def _narrowed(group: dict[str, Any], some: Sequence[Tensor], twins: Mapping[Tensor, Tensor]) -> dict[str, Any]:
-    narrowed = {**group, "params": [twins.get(parameter, parameter) for parameter in some]}
+def _narrowed(group: dict[str, Any], some: Sequence[Tensor], replacements: Mapping[Tensor, Tensor]) -> dict[str, Any]:
+    narrowed = {**group, "params": [replacements.get(parameter, parameter) for parameter in some]}
     if _NAMES in group:
         names = {id(p): name for p, name in zip(group["params"], group[_NAMES], strict=True)}
         narrowed[_NAMES] = [names.get(id(parameter), "") for parameter in some]

@@ -1,4 +1,4 @@
-"""Host memory as a medium: the device copies to and from it while it computes."""
+"""Host memory as a tier: the device copies to and from it while it computes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from shardwise import accelerators, device_tools
 from shardwise.errors import UsageError
 from shardwise.files.direct import huge_page_buffer
-from shardwise.offload.media.device_buffers import DeviceBuffers, follow
-from shardwise.offload.media.pinned import Pinned
+from shardwise.offload.tiers.device_buffers import DeviceBuffers, follow
+from shardwise.offload.tiers.pinned import Pinned
 
 
 class HostMemory:
-    """A `Medium` in host memory, with one stream for each direction, because links carry both directions at once.
+    """A `Tier` in host memory, with one stream for each direction, because links carry both directions at once.
 
     Events order all accesses: those of its buffers, and those of the last write and the last read at each place. The
     host never waits for a transfer, so `is_over` is always true.
@@ -43,20 +43,20 @@ class HostMemory:
 
     @property
     def host_bytes(self) -> int:
-        """See `Medium`."""
+        """See `Tier`."""
         return self.nbytes
 
     disk_bytes = 0
 
     @property
     def where(self) -> str:
-        """The medium in words, for error messages."""
+        """The tier in words, for error messages."""
         return "in host memory"
 
     # Room -------------------------------------------------------------------------------------------------------------
 
     def grow(self, nbytes: int) -> None:
-        """See `Medium`."""
+        """See `Tier`."""
         more = nbytes - self.nbytes
         if more <= 0:
             return
@@ -83,11 +83,11 @@ class HostMemory:
     # Buffers ----------------------------------------------------------------------------------------------------------
 
     def buffer(self, nbytes: int) -> Tensor:
-        """See `Medium`."""
+        """See `Tier`."""
         return self._buffers.new(nbytes)
 
     def read(self, start: int, buffer: Tensor) -> HostMemory:
-        """See `Medium`."""
+        """See `Tier`."""
         follow(self._inward, self._buffers.before(buffer))
         if start in self._written:
             self._inward.wait_event(self._written[start])
@@ -98,7 +98,7 @@ class HostMemory:
         return self
 
     def write(self, start: int, buffer: Tensor) -> HostMemory:
-        """See `Medium`."""
+        """See `Tier`."""
         follow(self._outward, self._buffers.before(buffer))
         if start in self._read:
             self._outward.wait_event(self._read.pop(start))
@@ -112,15 +112,15 @@ class HostMemory:
         """See `Transfer`. Returns at once: the stream that uses the buffer waits in `use`."""
 
     def use(self, buffer: Tensor) -> None:
-        """See `Medium`."""
+        """See `Tier`."""
         self._buffers.use(buffer)
 
     def claim(self, buffer: Tensor) -> None:
-        """See `Medium`."""
+        """See `Tier`."""
         self._buffers.claim(buffer)
 
     def drop(self, buffer: Tensor) -> None:
-        """See `Medium`."""
+        """See `Tier`."""
         self._buffers.drop(buffer)
 
     def _current(self) -> torch.Stream:
@@ -129,13 +129,13 @@ class HostMemory:
     # Beside the buffers -----------------------------------------------------------------------------------------------
 
     def read_into(self, start: int, piece: Tensor) -> None:
-        """See `Medium`. Waits for the device if the piece is on the host."""
+        """See `Tier`. Waits for the device if the piece is on the host."""
         self._settle(piece)
         for memory, part in self._pairs(start, piece.view(torch.uint8)):
             part.copy_(memory, non_blocking=True)
 
     def write_from(self, start: int, piece: Tensor) -> None:
-        """See `Medium`. Waits for the device."""
+        """See `Tier`. Waits for the device."""
         self._settle(piece)
         for memory, part in self._pairs(start, piece.view(torch.uint8)):
             memory.copy_(part)
@@ -148,13 +148,13 @@ class HostMemory:
             device_tools.wait(self._device)
 
     def settle(self) -> None:
-        """See `Medium`. Later transfers wait for what the current stream and the host have written."""
+        """See `Tier`. Later transfers wait for what the current stream and the host have written."""
         written = self._current().record_event()
         for stream in (self._inward, self._outward):
             stream.wait_event(written)
 
     def in_host_memory(self, start: int, nbytes: int) -> Tensor | None:
-        """See `Medium`."""
+        """See `Tier`."""
         for copied in (self._written.get(start), self._read.get(start)):
             if copied is not None:
                 device_tools.wait_for(copied)
@@ -169,5 +169,5 @@ class HostMemory:
     has_failed = False
 
     def written_anew(self) -> AbstractContextManager[None]:
-        """See `Medium`. There is no error to forget."""
+        """See `Tier`. There is no error to forget."""
         return nullcontext()

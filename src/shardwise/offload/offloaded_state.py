@@ -1,4 +1,4 @@
-"""`RestingState`: the stand-in in `optimizer.state` for a tensor that rests on a medium."""
+"""`OffloadedState`: the stand-in in `optimizer.state` for a tensor that rests on a tier."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from shardwise.errors import UsageError
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 
 if TYPE_CHECKING:
-    from shardwise.offload.portions import Kept
-    from shardwise.offload.state_room import StateRoom
+    from shardwise.offload.portions import StateLayout
+    from shardwise.offload.state_allocation import StateAllocation
 
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-class RestingState(ShardedParameter):
-    """Shape, dtype and place of one state tensor, without memory. Reading it reads the medium; writing it raises.
+class OffloadedState(ShardedParameter):
+    """Shape, dtype and place of one state tensor, without memory. Reading it reads the tier; writing it raises.
 
     Stands in `optimizer.state` between steps only: a step is given tensors in memory.
     """
 
-    room: StateRoom
+    allocation: StateAllocation
     start: int
-    """First byte on the medium."""
+    """First byte on the tier."""
     _dtype: torch.dtype
 
-    def __new__(cls, kept: Kept, device: torch.device, room: StateRoom, start: int) -> Self:
-        self: Self = Tensor._make_wrapper_subclass(cls, kept.placement.shape, dtype=kept.dtype, device=device)
-        self.placement = kept.placement
-        self.room, self.start, self._dtype = room, start, kept.dtype
+    def __new__(cls, layout: StateLayout, device: torch.device, allocation: StateAllocation, start: int) -> Self:
+        self: Self = Tensor._make_wrapper_subclass(cls, layout.placement.shape, dtype=layout.dtype, device=device)
+        self.placement = layout.placement
+        self.allocation, self.start, self._dtype = allocation, start, layout.dtype
         return self
 
     @property
@@ -45,15 +45,15 @@ class RestingState(ShardedParameter):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of this rank's piece on the medium."""
+        """Bytes of this rank's piece on the tier."""
         return self.fragment.numel * self._dtype.itemsize
 
     @property
     def local(self) -> Tensor:  # type: ignore[override]
-        """A copy of this rank's piece on the parameter's device, read from the medium at each access."""
+        """A copy of this rank's piece on the parameter's device, read from the tier at each access."""
         piece = torch.empty(self.fragment.numel, dtype=self._dtype, device=self.device)
-        self.room.check()
-        self.room.medium.read_into(self.start, piece)
+        self.allocation.check()
+        self.allocation.tier.read_into(self.start, piece)
         return piece
 
     def without_autograd(self) -> Self:
@@ -77,7 +77,7 @@ class RestingState(ShardedParameter):
         return func(*read_args, **read_kwargs)
 
     def in_memory(self) -> ShardedParameter:
-        """Return a copy of the state tensor, read from the medium."""
+        """Return a copy of the state tensor, read from the tier."""
         return ShardedParameter(self.local, self.placement)
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -86,9 +86,9 @@ class RestingState(ShardedParameter):
     def _refuse(self, what: str) -> NoReturn:
         raise UsageError(
             f"{what} into optimizer state of {self.fqn!r} is not possible, because it is "
-            f"{self.room.medium.where}: use sw.checkpoint.load, or put another tensor into "
+            f"{self.allocation.tier.where}: use sw.checkpoint.load, or put another tensor into "
             "optimizer.state"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"RestingState({self.fqn!r}, shape={tuple(self.shape)}, dtype={self._dtype})"
+        return f"OffloadedState({self.fqn!r}, shape={tuple(self.shape)}, dtype={self._dtype})"

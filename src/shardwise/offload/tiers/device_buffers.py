@@ -28,7 +28,7 @@ class DeviceBuffers:
         return buffer
 
     def use(self, buffer: Tensor) -> None:
-        """See `Medium`."""
+        """See `Tier`."""
         stream = self._current()
         users = self._users.setdefault(buffer.data_ptr(), set())
         if stream not in users:
@@ -36,14 +36,14 @@ class DeviceBuffers:
             users.add(stream)
 
     def claim(self, buffer: Tensor) -> None:
-        """See `Medium`."""
+        """See `Tier`."""
         stream = self._current()
         follow(stream, self.before(buffer))
         self._last[buffer.data_ptr()] = [stream.record_event()]
         self._users[buffer.data_ptr()] = {stream}
 
     def drop(self, buffer: Tensor) -> None:
-        """See `Medium`. The allocator reuses the memory only behind the current stream."""
+        """See `Tier`. The allocator reuses the memory only behind the current stream."""
         follow(self._current(), self.before(buffer))
         del self._last[buffer.data_ptr()]
 

@@ -1,4 +1,4 @@
-"""A rank's file on disk as a medium for a device with its own memory: each transfer takes two hops.
+"""A rank's file on disk as a tier for a device with its own memory: each transfer takes two hops.
 
     file --a thread reads--> stage --copied on a stream--> buffer
     file <--a thread writes-- stage <--copied on a stream-- buffer
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from shardwise import accelerators, device_tools
 from shardwise.errors import UsageError
-from shardwise.offload.media.device_buffers import DeviceBuffers, follow
-from shardwise.offload.media.disk import Disk, OnThread
-from shardwise.offload.media.pinned import Pinned
+from shardwise.offload.tiers.device_buffers import DeviceBuffers, follow
+from shardwise.offload.tiers.disk import Disk, OnThread
+from shardwise.offload.tiers.pinned import Pinned
 
 THREADS = 4
 """Threads of the disk: one more than the number that reads and writes fastest, because one often waits for a copy."""
@@ -31,7 +31,7 @@ _PART_BYTES = 32 * 2**20
 
 
 class StagedDisk:
-    """A `Medium` on disk for a device with its own memory.
+    """A `Tier` on disk for a device with its own memory.
 
     `DeviceBuffers` orders the buffers. Beside that, the disk reads into a stage or writes from it only when the stage's
     last copy and its last read or write have finished; a copy from a stage is enqueued when the read has finished, and
@@ -52,12 +52,12 @@ class StagedDisk:
         """By buffer address: the buffer's stage."""
         self._jobs: list[_StageTransfer] = []
         """Reads and writes that threads do or have yet to do; finished ones are removed when the next begins."""
-        self._coming: list[_Coming] = []
+        self._reads: list[_Read] = []
         """Reads whose copy to the buffer is not enqueued yet."""
 
     @property
     def where(self) -> str:
-        """The medium in words, for error messages."""
+        """The tier in words, for error messages."""
         return self._disk.where
 
     @property
@@ -67,22 +67,22 @@ class StagedDisk:
 
     @property
     def host_bytes(self) -> int:
-        """See `Medium`: bytes of all stages."""
+        """See `Tier`: bytes of all stages."""
         return sum(stage.memory.nbytes for stage in self._stages.values())
 
     @property
     def disk_bytes(self) -> int:
-        """See `Medium`."""
+        """See `Tier`."""
         return self.nbytes
 
     def grow(self, nbytes: int) -> None:
-        """See `Medium`."""
+        """See `Tier`."""
         self._disk.grow(nbytes)
 
     # Buffers ----------------------------------------------------------------------------------------------------------
 
     def buffer(self, nbytes: int) -> Tensor:
-        """See `Medium`. Raises UsageError if the host cannot allocate or pin the stage."""
+        """See `Tier`. Raises UsageError if the host cannot allocate or pin the stage."""
         try:
             memory = self._disk.buffer(nbytes)
         except OSError as error:
@@ -94,54 +94,54 @@ class StagedDisk:
         self._stages[buffer.data_ptr()] = stage
         return buffer
 
-    def read(self, start: int, buffer: Tensor) -> _Coming:
-        """See `Medium`."""
+    def read(self, start: int, buffer: Tensor) -> _Read:
+        """See `Tier`."""
         self._disk.check()
-        self.copy_what_came()
+        self.copy_finished_reads()
         stage = self._stage_of(buffer)
         before = self._buffers.before(buffer)
-        coming = _Coming(self, self._begin(self._disk.read, start, stage, buffer.numel()), buffer, before)
-        self._coming.append(coming)
-        return coming
+        reading = _Read(self, self._begin(self._disk.read, start, stage, buffer.numel()), buffer, before)
+        self._reads.append(reading)
+        return reading
 
-    def copy_what_came(self) -> None:
+    def copy_finished_reads(self) -> None:
         """Enqueue the copies of all reads that have finished, whether or not anybody waited for them."""
-        for coming in [coming for coming in self._coming if coming.job.has_succeeded]:
-            self.copy_in(coming)
+        for reading in [reading for reading in self._reads if reading.job.has_succeeded]:
+            self.copy_in(reading)
 
-    def copy_in(self, coming: _Coming) -> None:
+    def copy_in(self, reading: _Read) -> None:
         """Enqueue the copy from the stage to the buffer. The read must have finished."""
-        stage = self._stages[coming.buffer.data_ptr()]
-        follow(self._inward, coming.before)
+        stage = self._stages[reading.buffer.data_ptr()]
+        follow(self._inward, reading.before)
         with accelerators.on(self._inward):
-            coming.buffer.data.copy_(stage.memory[: coming.buffer.numel()], non_blocking=True)  # `_version` stays
-        stage.copied = self._buffers.copied(coming.buffer, self._inward)
-        self.forget(coming)
+            reading.buffer.data.copy_(stage.memory[: reading.buffer.numel()], non_blocking=True)  # `_version` stays
+        stage.copied = self._buffers.copied(reading.buffer, self._inward)
+        self.forget(reading)
 
-    def forget(self, coming: _Coming) -> None:
+    def forget(self, reading: _Read) -> None:
         """Never enqueue the copy of this read."""
-        self._coming = [other for other in self._coming if other is not coming]
+        self._reads = [other for other in self._reads if other is not reading]
 
-    def is_coming(self, coming: _Coming) -> bool:
+    def is_pending(self, reading: _Read) -> bool:
         """Whether the copy of this read is still to be enqueued."""
-        return any(other is coming for other in self._coming)
+        return any(other is reading for other in self._reads)
 
     def _stage_of(self, buffer: Tensor) -> _Stage:
         """Return the stage of a buffer that gets new contents. Forgets a read of it that an interrupt left over."""
-        self._coming = [other for other in self._coming if other.buffer.data_ptr() != buffer.data_ptr()]
+        self._reads = [other for other in self._reads if other.buffer.data_ptr() != buffer.data_ptr()]
         return self._stages[buffer.data_ptr()]
 
-    def write(self, start: int, buffer: Tensor) -> _Going:
-        """See `Medium`."""
+    def write(self, start: int, buffer: Tensor) -> _Write:
+        """See `Tier`."""
         self._disk.check()
-        self.copy_what_came()
+        self.copy_finished_reads()
         stage = self._stage_of(buffer)
         self._until_written(stage)
         follow(self._outward, self._buffers.before(buffer))
         with accelerators.on(self._outward):
             stage.memory[: buffer.numel()].copy_(buffer.data, non_blocking=True)
         stage.copied = self._buffers.copied(buffer, self._outward)
-        return _Going(self._disk, self._begin(self._disk.write, start, stage, buffer.numel(), writes=True))
+        return _Write(self._disk, self._begin(self._disk.write, start, stage, buffer.numel(), writes=True))
 
     def _until_written(self, stage: _Stage) -> None:
         """Wait until the disk has finished with the stage. Only a stage without a read since its last write is busy."""
@@ -172,16 +172,16 @@ class StagedDisk:
         return [job.on_thread for job in self._jobs if job.start < stop and start < job.stop and (writes or job.writes)]
 
     def use(self, buffer: Tensor) -> None:
-        """See `Medium`."""
+        """See `Tier`."""
         self._buffers.use(buffer)
 
     def claim(self, buffer: Tensor) -> None:
-        """See `Medium`."""
+        """See `Tier`."""
         self._stage_of(buffer)
         self._buffers.claim(buffer)
 
     def drop(self, buffer: Tensor) -> None:
-        """See `Medium`. A thread unpins the stage once all work on it has finished."""
+        """See `Tier`. A thread unpins the stage once all work on it has finished."""
         stage = self._stage_of(buffer)
         self._buffers.drop(buffer)
         del self._stages[buffer.data_ptr()]
@@ -192,7 +192,7 @@ class StagedDisk:
     # Beside the buffers -----------------------------------------------------------------------------------------------
 
     def read_into(self, start: int, piece: Tensor) -> None:
-        """See `Medium`. Waits for the device and the disk."""
+        """See `Tier`. Waits for the device and the disk."""
         self._until_quiet()
         for first, part in _parts(piece):
             host = part if part.device.type != self._device.type else torch.empty_like(part, device=accelerators.CPU)
@@ -201,13 +201,13 @@ class StagedDisk:
                 part.copy_(host)
 
     def write_from(self, start: int, piece: Tensor) -> None:
-        """See `Medium`. Waits for the device and the disk."""
+        """See `Tier`. Waits for the device and the disk."""
         self._until_quiet()
         for first, part in _parts(piece):
             self._disk.write_from(start + first, part.cpu())
 
     def settle(self) -> None:
-        """See `Medium`."""
+        """See `Tier`."""
         self._disk.settle()
 
     def _until_quiet(self) -> None:
@@ -219,21 +219,21 @@ class StagedDisk:
     # Failures ---------------------------------------------------------------------------------------------------------
 
     def in_host_memory(self, start: int, nbytes: int) -> None:
-        """See `Medium`."""
+        """See `Tier`."""
 
     def check(self) -> None:
-        """See `Medium`. Failures of transfers under way may not be known yet."""
+        """See `Tier`. Failures of transfers under way may not be known yet."""
         self._disk.check()
 
     @property
     def has_failed(self) -> bool:
-        """See `Medium`. Waits for transfers under way."""
+        """See `Tier`. Waits for transfers under way."""
         self._until_quiet()
         return self._disk.has_failed
 
     @contextmanager
     def written_anew(self) -> Iterator[None]:
-        """See `Medium`."""
+        """See `Tier`."""
         self._until_quiet()
         with self._disk.written_anew():
             yield
@@ -261,7 +261,7 @@ class _StageTransfer(NamedTuple):
     writes: bool
 
 
-class _Coming:
+class _Read:
     """A `Transfer` to a buffer. `wait` enqueues the copy unless that was done before."""
 
     def __init__(self, disk: StagedDisk, job: OnThread, buffer: Tensor, before: list[torch.Event]) -> None:
@@ -282,11 +282,11 @@ class _Coming:
         except UsageError:
             self._disk.forget(self)
             raise
-        if self._disk.is_coming(self):
+        if self._disk.is_pending(self):
             self._disk.copy_in(self)
 
 
-class _Going:
+class _Write:
     """A `Transfer` from a buffer.
 
     The buffer can be reused at once, because its events order the next use behind the copy, and a thread waits for the

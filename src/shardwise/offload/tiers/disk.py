@@ -1,4 +1,4 @@
-"""A rank's file on disk as a medium, the threads that read and write it, and the record of its failures."""
+"""A rank's file on disk as a tier, the threads that read and write it, and the record of its failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _THREADS = 3
 
 
 class Disk:
-    """A `Medium` that is one scratch file, created by the first `grow`.
+    """A `Tier` that is one scratch file, created by the first `grow`.
 
     After an error every read, write and check raises UsageError until `written_anew` has succeeded.
     """
@@ -41,7 +41,7 @@ class Disk:
 
     @property
     def where(self) -> str:
-        """The medium in words, for error messages."""
+        """The tier in words, for error messages."""
         return f"on disk ({os.fspath(self.directory)})"
 
     @property
@@ -53,7 +53,7 @@ class Disk:
 
     @property
     def disk_bytes(self) -> int:
-        """See `Medium`."""
+        """See `Tier`."""
         return self.nbytes
 
     @property
@@ -63,7 +63,7 @@ class Disk:
         return self._file
 
     def grow(self, nbytes: int) -> None:
-        """See `Medium`. Raises UsageError if the disk is full."""
+        """See `Tier`. Raises UsageError if the disk is full."""
         if nbytes <= self.nbytes:
             return
         try:
@@ -79,7 +79,7 @@ class Disk:
     # Buffers ----------------------------------------------------------------------------------------------------------
 
     def buffer(self, nbytes: int) -> Tensor:
-        """See `Medium`."""
+        """See `Tier`."""
         with torch.inference_mode(False):  # written in any mode, so it needs a version
             memory = huge_page_buffer(nbytes)
             buffer = torch.frombuffer(memory, dtype=torch.uint8)
@@ -87,11 +87,11 @@ class Disk:
         return buffer
 
     def read(self, start: int, buffer: Tensor, after: Callable[[], object] | None = None) -> OnThread:
-        """See `Medium`. A thread calls `after`, then reads."""
+        """See `Tier`. A thread calls `after`, then reads."""
         return self._submit(self.file.read, start, buffer, after)
 
     def write(self, start: int, buffer: Tensor, after: Callable[[], object] | None = None) -> OnThread:
-        """See `Medium`. A thread calls `after`, then writes."""
+        """See `Tier`. A thread calls `after`, then writes."""
         return self._submit(self.file.write, start, buffer, after)
 
     def _submit(
@@ -133,13 +133,13 @@ class Disk:
         """Do nothing, as in `use`."""
 
     def drop(self, buffer: Tensor) -> None:
-        """See `Medium`."""
+        """See `Tier`."""
         del self._memory[buffer.data_ptr()]
 
     # Failures ---------------------------------------------------------------------------------------------------------
 
     def in_host_memory(self, start: int, nbytes: int) -> None:
-        """See `Medium`."""
+        """See `Tier`."""
 
     def check(self) -> None:
         """Raise UsageError if an earlier read or write of the file failed."""
@@ -157,7 +157,7 @@ class Disk:
 
     @contextmanager
     def written_anew(self) -> Iterator[None]:
-        """See `Medium`."""
+        """See `Tier`."""
         failure, self._failure = self._failure, None
         try:
             yield
@@ -191,7 +191,7 @@ class Disk:
                 self.file.write_some(start, piece.view(torch.uint8).numpy().data)
 
     def settle(self) -> None:
-        """See `Medium`."""
+        """See `Tier`."""
         if self._file is not None:
             with self.failing():
                 self._file.settle()

@@ -1,4 +1,4 @@
-"""The protocol of a medium: the host memory or disk on which slices and optimizer state rest between uses."""
+"""The protocol of a tier: the host memory or disk on which slices and optimizer state rest between uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Transfer(Protocol):
-    """One read or write between a buffer and the medium."""
+    """One read or write between a buffer and the tier."""
 
     @property
     def is_over(self) -> bool:
@@ -17,11 +17,11 @@ class Transfer(Protocol):
 
     def wait(self) -> None:
         """Wait until the buffer can be used or reused. Where the device works on streams this may return earlier:
-        `Medium.use` and later calls put the work on streams in order. Raises UsageError if the transfer is known to
+        `Tier.use` and later calls put the work on streams in order. Raises UsageError if the transfer is known to
         have failed."""
 
 
-class Medium(Protocol):
+class Tier(Protocol):
     """Storage whose whole pages are read into *buffers* in the memory of the computing device, and written back.
 
     Does not communicate; errors are UsageErrors. Where the device works on streams, `read` and `write` are enqueued
@@ -31,7 +31,7 @@ class Medium(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated on the medium."""
+        """Bytes allocated on the tier."""
 
     @property
     def host_bytes(self) -> int:
@@ -43,19 +43,19 @@ class Medium(Protocol):
 
     @property
     def where(self) -> str:
-        """The medium in words, for error messages."""
+        """The tier in words, for error messages."""
 
     def grow(self, nbytes: int) -> None:
-        """Extend the medium to `nbytes` in all. What is stored already keeps its place."""
+        """Extend the tier to `nbytes` in all. What is stored already keeps its place."""
 
     def buffer(self, nbytes: int) -> Tensor:
         """Return a new buffer: 1-D uint8, page-aligned, whole pages."""
 
     def read(self, start: int, buffer: Tensor) -> Transfer:
-        """Begin to fill a buffer, or the first part of one, from byte `start` of the medium."""
+        """Begin to fill a buffer, or the first part of one, from byte `start` of the tier."""
 
     def write(self, start: int, buffer: Tensor) -> Transfer:
-        """Begin to write a buffer, or the first part of one, to byte `start` of the medium."""
+        """Begin to write a buffer, or the first part of one, to byte `start` of the tier."""
 
     def use(self, buffer: Tensor) -> None:
         """Announce that the current stream will use the contents of a buffer. Its read must have been waited for."""
@@ -70,14 +70,14 @@ class Medium(Protocol):
         """Fill any plain 1-D tensor from byte `start` on. Afterwards the current stream may read the tensor."""
 
     def write_from(self, start: int, piece: Tensor) -> None:
-        """Write any plain 1-D tensor from byte `start` on. It is on the medium only after `settle`."""
+        """Write any plain 1-D tensor from byte `start` on. It is on the tier only after `settle`."""
 
     def settle(self) -> None:
-        """Bring everything that `write_from` wrote onto the medium."""
+        """Bring everything that `write_from` wrote onto the tier."""
 
     def in_host_memory(self, start: int, nbytes: int) -> Tensor | None:
-        """Return the medium's own memory from byte `start` on, 1-D uint8, once nothing is copied to or from it, so that
-        the host may read and write it. Waits for the device. None if the medium is not host memory."""
+        """Return the tier's own memory from byte `start` on, 1-D uint8, once nothing is copied to or from it, so that
+        the host may read and write it. Waits for the device. None if the tier is not host memory."""
 
     def check(self) -> None:
         """Raise UsageError if an earlier read or write is known to have failed."""
