@@ -363,7 +363,7 @@ def test_state_is_with_its_owner_and_is_counted_once() -> None:
     whole = [p for p in optimizer.state if p.ndim == 2 and p.shape[0] != 11]
     pieces = [optimizer.state[p]["momentum_buffer"] for p in whole]
     assert {piece.local.numel() for piece in pieces} <= {0, *(p.numel() for p in whole)}
-    assert not any(matrix.inner.data.untyped_storage().nbytes() > 4 for matrix in optimizer._matrices.values())
+    assert not any(matrix.full.data.untyped_storage().nbytes() > 4 for matrix in optimizer._matrices.values())
 
 
 @on_ranks(2)

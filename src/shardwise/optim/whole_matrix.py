@@ -75,10 +75,10 @@ class _Matrix:
     number: int
     """Position among all hidden matrices; the same on every rank."""
     parameter: Tensor
-    inner: nn.Parameter
+    full: nn.Parameter
     """Stand-in of the global shape. Has memory only while it is updated."""
-    nothing: Tensor
-    """Data of `inner` at all other times: one element, expanded."""
+    placeholder: Tensor
+    """Data of `full` at all other times: one element, expanded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class WholeMatrixOptimizer(Optimizer):
         self._cost = cost
         self._matrices: dict[Tensor, _Matrix] = {}
         groups = [self._matrix_group(part) for part in _parts(named, lambda p: id(p) in chosen)]
-        self._inner = kind([{**g, "params": [self._matrices[p].inner for p in g["params"]]} for g in groups], **options)
+        self._inner = kind([{**g, "params": [self._matrices[p].full for p in g["params"]]} for g in groups], **options)
         rest = [_group(part) for part in _parts(named, lambda p: id(p) not in chosen)]
         self._adamw = AdamW(rest, **adamw) if rest else None
         self._matrix_groups = len(groups)
@@ -130,9 +130,9 @@ class WholeMatrixOptimizer(Optimizer):
     def _matrix_group(self, part: NamedParamGroup) -> dict[str, Any]:
         for _, parameter in part.members:
             kept = parameter.local if isinstance(parameter, ShardedParameter) else parameter
-            nothing = torch.zeros((), dtype=kept.dtype, device=kept.device).expand(parameter.shape)
-            inner = nn.Parameter(nothing, requires_grad=parameter.requires_grad)
-            self._matrices[parameter] = _Matrix(len(self._matrices), parameter, inner, nothing)
+            placeholder = torch.zeros((), dtype=kept.dtype, device=kept.device).expand(parameter.shape)
+            full = nn.Parameter(placeholder, requires_grad=parameter.requires_grad)
+            self._matrices[parameter] = _Matrix(len(self._matrices), parameter, full, placeholder)
         return _group(part)
 
     # A step -------------------------------------------------------------------------------------------------------
@@ -179,26 +179,26 @@ class WholeMatrixOptimizer(Optimizer):
         jobs = [
             _UnitStep(unit, lanes, present)
             for unit, lanes in self._jobs or ()
-            if (present := frozenset(i for i, face in enumerate(unit.faces) if face.grad is not None))
+            if (present := frozenset(i for i, matrix in enumerate(unit.matrices) if matrix.grad is not None))
         ]
-        coming = deque(self._gather(job) for job in jobs[:AHEAD])
-        leaving: deque[tuple[_UnitStep, Arrivals | None]] = deque()
-        across: deque[tuple[_UnitStep, Arrivals | None]] = deque()
-        news: dict[Mesh, dict[int, Any]] = {mesh: {} for mesh in self._states}
+        gathering = deque(self._gather(job) for job in jobs[:AHEAD])
+        scattering: deque[tuple[_UnitStep, Arrivals | None]] = deque()
+        replicating: deque[tuple[_UnitStep, Arrivals | None]] = deque()
+        changed: dict[Mesh, dict[int, Any]] = {mesh: {} for mesh in self._states}
         for index, job in enumerate(jobs):
-            wholes = job.unit.assemble(coming.popleft(), job.present)
+            wholes = job.unit.assemble(gathering.popleft(), job.present)
             if index + AHEAD < len(jobs):
-                coming.append(self._gather(jobs[index + AHEAD]))
-            news[job.unit.mesh] |= self._update(job.unit, wholes)
-            leaving.append((job, job.unit.scatter(job.lanes.from_owners, wholes, job.present)))
-            if len(leaving) == AHEAD:
-                self._finish(leaving, across)
-        while leaving:
-            self._finish(leaving, across)
-        while across:
-            done, arrivals = across.popleft()
+                gathering.append(self._gather(jobs[index + AHEAD]))
+            changed[job.unit.mesh] |= self._update(job.unit, wholes)
+            scattering.append((job, job.unit.scatter(job.lanes.from_owners, wholes, job.present)))
+            if len(scattering) == AHEAD:
+                self._finish(scattering, replicating)
+        while scattering:
+            self._finish(scattering, replicating)
+        while replicating:
+            done, arrivals = replicating.popleft()
             done.unit.receive(arrivals)
-        self._tell(news)
+        self._exchange_descriptions(changed)
 
     @staticmethod
     def _gather(job: _UnitStep) -> Arrivals | None:
@@ -206,15 +206,15 @@ class WholeMatrixOptimizer(Optimizer):
 
     @staticmethod
     def _finish(
-        leaving: deque[tuple[_UnitStep, Arrivals | None]], across: deque[tuple[_UnitStep, Arrivals | None]]
+        scattering: deque[tuple[_UnitStep, Arrivals | None]], replicating: deque[tuple[_UnitStep, Arrivals | None]]
     ) -> None:
-        """Write the updated pieces of the oldest unit in `leaving`, and begin to send them to the replicas."""
-        job, arrivals = leaving.popleft()
+        """Write the updated pieces of the oldest unit in `scattering`, and begin to send them to the replicas."""
+        job, arrivals = scattering.popleft()
         job.unit.receive(arrivals)
-        if len(across) == AHEAD:
-            done, pieces = across.popleft()
+        if len(replicating) == AHEAD:
+            done, pieces = replicating.popleft()
             done.unit.receive(pieces)
-        across.append((job, job.unit.replicate(job.lanes.to_replicas, job.present)))
+        replicating.append((job, job.unit.replicate(job.lanes.to_replicas, job.present)))
 
     def _update(self, unit: UnitMatrices, wholes: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Any]:
         """Step this rank's matrices of one unit.
@@ -222,46 +222,46 @@ class WholeMatrixOptimizer(Optimizer):
         Returns, by number, the new description of each matrix's state that differs from the one before the step, which
         other ranks still hold.
         """
-        mine: dict[Tensor, tuple[Tensor, Tensor]] = {unit.faces[index]: whole for index, whole in wholes.items()}
+        mine: dict[Tensor, tuple[Tensor, Tensor]] = {unit.matrices[index]: whole for index, whole in wholes.items()}
         state = self._states[unit.mesh]
         before = {parameter: state.describe(self.state.get(parameter, {})) for parameter in mine}
-        news: dict[int, Any] = {}
+        changed: dict[int, Any] = {}
         for parameter, values in self._run(mine).items():
             assert isinstance(parameter, ShardedParameter)
             owner = self._owners[parameter]
             self.state[parameter] = {name: state.wrap(parameter, owner, value) for name, value in values.items()}
             described = state.describe(self.state[parameter])
             if described != before[parameter]:
-                news[self._matrices[parameter].number] = described
-        return news
+                changed[self._matrices[parameter].number] = described
+        return changed
 
     def _run(self, wholes: Mapping[Tensor, tuple[Tensor, Tensor]]) -> dict[Tensor, dict[str, Any]]:
         """Update whole matrices in place from their gradients with the inner optimizer. Returns their state."""
         if not wholes:
             return {}
         for parameter, (whole, gradient) in wholes.items():
-            inner = self._matrices[parameter].inner
-            inner.data, inner.grad = whole, gradient
+            full = self._matrices[parameter].full
+            full.data, full.grad = whole, gradient
             kept = self.state.get(parameter)
             if kept:
-                self._inner.state[inner] = {name: _unwrapped(value) for name, value in kept.items()}
+                self._inner.state[full] = {name: _unwrapped(value) for name, value in kept.items()}
         try:
             self._inner.step()
-            return {parameter: dict(self._inner.state[self._matrices[parameter].inner]) for parameter in wholes}
+            return {parameter: dict(self._inner.state[self._matrices[parameter].full]) for parameter in wholes}
         finally:
             self._inner.state.clear()
             for parameter in wholes:
                 matrix = self._matrices[parameter]
-                matrix.inner.data, matrix.inner.grad = matrix.nothing, None
+                matrix.full.data, matrix.full.grad = matrix.placeholder, None
 
-    def _tell(self, news: Mapping[Mesh, Mapping[int, Any]]) -> None:
+    def _exchange_descriptions(self, changed: Mapping[Mesh, Mapping[int, Any]]) -> None:
         """Exchange changed descriptions of matrices' state between hosts. Every rank must call this."""
         every = list(self._matrices)
         for mesh, state in self._states.items():
-            for number, described in state.tell(news[mesh]).items():
+            for number, described in state.exchange(changed[mesh]).items():
                 parameter = every[number]
                 assert isinstance(parameter, ShardedParameter)
-                if number not in news[mesh]:
+                if number not in changed[mesh]:
                     self.state[parameter] = state.mirror(parameter, self._owners[parameter], described)
 
     # Who owns what ------------------------------------------------------------------------------------------------
@@ -287,8 +287,8 @@ class WholeMatrixOptimizer(Optimizer):
 
     def _units(self) -> list[UnitMatrices]:
         return [
-            UnitMatrices(_mesh_of(unit), faces, [self._owners[face] for face in faces])
-            for unit, faces in self._by_unit().items()
+            UnitMatrices(_mesh_of(unit), matrices, [self._owners[matrix] for matrix in matrices])
+            for unit, matrices in self._by_unit().items()
         ]
 
     def _assign(self) -> None:
@@ -296,18 +296,18 @@ class WholeMatrixOptimizer(Optimizer):
         if self._owners:
             return
         balances: dict[Mesh, Balance] = {}
-        for unit, faces in self._by_unit().items():
+        for unit, matrices in self._by_unit().items():
             mesh = _mesh_of(unit)
             shards = mesh.shard.world_size
             balance = balances.setdefault(mesh, Balance(mesh.replicate.world_size, shards))
             self._states.setdefault(mesh, OwnedState(mesh))
             held = []
-            for face in faces:
+            for matrix in matrices:
                 held.append([0] * shards)
-                for rank, start, stop in pieces_of(face.placement):
+                for rank, start, stop in pieces_of(matrix.placement):
                     held[-1][rank] = stop - start
-            costs = [self._cost(tuple(face.shape)) if face.requires_grad else 0 for face in faces]
-            self._owners.update(zip(faces, balance.owners(costs, held), strict=True))
+            costs = [self._cost(tuple(matrix.shape)) if matrix.requires_grad else 0 for matrix in matrices]
+            self._owners.update(zip(matrices, balance.owners(costs, held), strict=True))
 
     def _check_placements(self) -> None:
         for parameter, placement in self._placements.items():

@@ -101,8 +101,8 @@ def _is_embedding(fqn: str, parameter: Tensor, modules: list[nn.Module]) -> bool
 
 def _modules_of(parameter: ShardedParameter, unit: Unit) -> list[nn.Module]:
     for group in unit.groups:
-        for face, sites in zip(group.sharded, group.sites, strict=True):
-            if face is parameter:
+        for sharded, sites in zip(group.sharded, group.sites, strict=True):
+            if sharded is parameter:
                 return [site.module for site in sites]
     return []
 

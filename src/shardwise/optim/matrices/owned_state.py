@@ -61,13 +61,13 @@ class OwnedState:
         entry = Entry(fqn, tuple(shape), position * numel, numel)
         return Placement(FlatLayout((entry,), numel * self._ranks.world_size, self._ranks.world_size), 0, self._ranks)
 
-    def wrap(self, face: ShardedParameter, owner: OwnerRank, value: Any) -> Any:
+    def wrap(self, parameter: ShardedParameter, owner: OwnerRank, value: Any) -> Any:
         """Wrap the owner's value of a state entry: a tensor of more than one element becomes a `ShardedParameter` that
         shares its memory, and anything else stays as it is."""
         if not isinstance(value, Tensor) or value.numel() == 1:
             return value
         return ShardedParameter(
-            value.detach().contiguous().view(-1), self.placement(face.fqn, tuple(value.shape), owner)
+            value.detach().contiguous().view(-1), self.placement(parameter.fqn, tuple(value.shape), owner)
         )
 
     def describe(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,9 +87,9 @@ class OwnedState:
                 )
         return described
 
-    def mirror(self, face: ShardedParameter, owner: OwnerRank, described: Mapping[str, Any]) -> dict[str, Any]:
+    def mirror(self, parameter: ShardedParameter, owner: OwnerRank, described: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of a matrix for a rank that does not own it, from the owner's description."""
-        device = face.local.device
+        device = parameter.local.device
         state: dict[str, Any] = {}
         for name, what in described.items():
             if "value" in what:
@@ -98,10 +98,10 @@ class OwnedState:
                 state[name] = torch.full(what["shape"], what["number"], dtype=_dtype(what), device="cpu")
             else:
                 nothing = torch.empty(0, dtype=_dtype(what), device=device)
-                state[name] = ShardedParameter(nothing, self.placement(face.fqn, tuple(what["shape"]), owner))
+                state[name] = ShardedParameter(nothing, self.placement(parameter.fqn, tuple(what["shape"]), owner))
         return state
 
-    def tell(self, changed: Mapping[int, Any]) -> dict[int, Any]:
+    def exchange(self, changed: Mapping[int, Any]) -> dict[int, Any]:
         """Send this rank's descriptions and return those of all ranks, by matrix number. Every rank must call this."""
         message = json.dumps(changed).encode()
         for group in (self._mesh.shard, self._mesh.replicate):

@@ -30,7 +30,7 @@ class Lanes:
         """Every rank must call this."""
 
         def most(transfers: Sequence[tuple[MatrixTransfer, ...]], copies: int) -> int:
-            dtypes = [[[face.local.dtype] * copies for face in unit.faces] for unit in units]
+            dtypes = [[[matrix.local.dtype] * copies for matrix in unit.matrices] for unit in units]
             return max(map(most_sent_bytes, transfers, dtypes), default=0)
 
         self.to_owners = Lane(mesh.shard, most([unit.to_owners for unit in units], 2))
@@ -46,9 +46,9 @@ class Lanes:
 class UnitMatrices:
     """The matrices of one unit and their owners. Has no other state."""
 
-    def __init__(self, mesh: Mesh, faces: Sequence[ShardedParameter], owners: Sequence[OwnerRank]) -> None:
+    def __init__(self, mesh: Mesh, matrices: Sequence[ShardedParameter], owners: Sequence[OwnerRank]) -> None:
         self.mesh = mesh
-        self.faces = list(faces)
+        self.matrices = list(matrices)
         self.owners = list(owners)
         self._own = OwnerRank(mesh.replicate.rank, mesh.shard.rank)
 
@@ -61,9 +61,9 @@ class UnitMatrices:
         """The transfers in this shard group of pieces to those of its ranks that own the matrix."""
         return tuple(
             MatrixTransfer(index, rank, owner.rank, start, stop)
-            for index, (face, owner) in enumerate(zip(self.faces, self.owners, strict=True))
+            for index, (matrix, owner) in enumerate(zip(self.matrices, self.owners, strict=True))
             if owner.replica == self._own.replica
-            for rank, start, stop in pieces_of(face.placement)
+            for rank, start, stop in pieces_of(matrix.placement)
             if rank != owner.rank
         )
 
@@ -76,8 +76,8 @@ class UnitMatrices:
     def to_replicas(self) -> tuple[MatrixTransfer, ...]:
         """The transfers in this replicate group, whose ranks hold equal pieces, from the owner's replica to others."""
         found = []
-        for index, (face, owner) in enumerate(zip(self.faces, self.owners, strict=True)):
-            piece = face.placement.fragment
+        for index, (matrix, owner) in enumerate(zip(self.matrices, self.owners, strict=True)):
+            piece = matrix.placement.fragment
             others = [replica for replica in range(self.mesh.replicate.world_size) if replica != owner.replica]
             if piece.numel:
                 found += [MatrixTransfer(index, owner.replica, other, piece.start, piece.stop) for other in others]
@@ -88,11 +88,11 @@ class UnitMatrices:
         must call this."""
 
         def piece(transfer: MatrixTransfer) -> tuple[Tensor, Tensor]:
-            face = self.faces[transfer.matrix]
-            return _gradient(face), face.local
+            matrix = self.matrices[transfer.matrix]
+            return _gradient(matrix), matrix.local
 
         transfers = [transfer for transfer in self.to_owners if transfer.matrix in present]
-        dtypes = [[face.local.dtype] * 2 for face in self.faces]
+        dtypes = [[matrix.local.dtype] * 2 for matrix in self.matrices]
         return lane.post(transfers, dtypes, piece)
 
     def assemble(self, arrivals: Arrivals | None, present: frozenset[int]) -> dict[int, tuple[Tensor, Tensor]]:
@@ -103,8 +103,8 @@ class UnitMatrices:
         wholes: dict[int, tuple[Tensor, Tensor]] = {}
         for index in sorted(present):
             if self.is_mine(index):
-                face = self.faces[index]
-                wholes[index] = (self._room(face, face.local), self._room(face, _gradient(face)))
+                matrix = self.matrices[index]
+                wholes[index] = (self._whole(matrix, matrix.local), self._whole(matrix, _gradient(matrix)))
         for transfer, (gradient, parameter) in arrivals.wait() if arrivals is not None else ():
             whole = wholes[transfer.matrix]
             whole[0].view(-1)[transfer.start : transfer.stop].copy_(parameter)
@@ -112,11 +112,11 @@ class UnitMatrices:
         return wholes
 
     @staticmethod
-    def _room(face: ShardedParameter, piece: Tensor) -> Tensor:
-        fragment = face.fragment
-        if fragment.numel == face.numel():
-            return piece.view(face.shape)
-        whole = torch.empty(face.shape, dtype=piece.dtype, device=piece.device)
+    def _whole(matrix: ShardedParameter, piece: Tensor) -> Tensor:
+        fragment = matrix.fragment
+        if fragment.numel == matrix.numel():
+            return piece.view(matrix.shape)
+        whole = torch.empty(matrix.shape, dtype=piece.dtype, device=piece.device)
         whole.view(-1)[fragment.start : fragment.stop].copy_(piece)
         return whole
 
@@ -126,26 +126,26 @@ class UnitMatrices:
         Every rank of the shard group must call this.
         """
         for index, (parameter, _) in wholes.items():
-            piece = self.faces[index].fragment
+            piece = self.matrices[index].fragment
             if piece.numel != parameter.numel():
-                self.faces[index].local.copy_(parameter.view(-1)[piece.start : piece.stop])
+                self.matrices[index].local.copy_(parameter.view(-1)[piece.start : piece.stop])
         transfers = [transfer for transfer in self.from_owners if transfer.matrix in present]
-        dtypes = [[face.local.dtype] for face in self.faces]
+        dtypes = [[matrix.local.dtype] for matrix in self.matrices]
         return lane.post(transfers, dtypes, lambda t: [wholes[t.matrix][0].view(-1)[t.start : t.stop]])
 
     def replicate(self, lane: Lane, present: frozenset[int]) -> Arrivals | None:
         """Send updated pieces to the replicas. Every rank of the replicate group must call this."""
         transfers = [transfer for transfer in self.to_replicas if transfer.matrix in present]
-        dtypes = [[face.local.dtype] for face in self.faces]
-        return lane.post(transfers, dtypes, lambda t: [self.faces[t.matrix].local])
+        dtypes = [[matrix.local.dtype] for matrix in self.matrices]
+        return lane.post(transfers, dtypes, lambda t: [self.matrices[t.matrix].local])
 
     def receive(self, arrivals: Arrivals | None) -> None:
         """Wait for updated pieces and write them to the shard."""
         for transfer, (piece,) in arrivals.wait() if arrivals is not None else ():
-            self.faces[transfer.matrix].local.copy_(piece)
+            self.matrices[transfer.matrix].local.copy_(piece)
 
 
-def _gradient(face: ShardedParameter) -> Tensor:
-    gradient = face.grad
+def _gradient(matrix: ShardedParameter) -> Tensor:
+    gradient = matrix.grad
     assert isinstance(gradient, ShardedParameter)
     return gradient.local
