@@ -136,7 +136,7 @@ class Alone(Playing):
 def test_one_rank_alone_agrees_with_itself_and_works_in_its_own_thread() -> None:
     ranks = Alone()
     assert ranks.on_first(lambda: {"a": 1}) == {"a": 1}
-    assert ranks.hear("b") == ["b"]
+    assert ranks.all_gather_object("b") == ["b"]
     assert [ranks.any(own) for own in (False, True)] == [False, True]
     assert ranks.work(threading.current_thread) is threading.current_thread()
     ranks.agree("c", "not reached")

@@ -26,7 +26,7 @@ from benchmarks import on_ranks, program
 from benchmarks.accelerator.models import LlamaShape, LlamaStack
 from benchmarks.common import facts, launch, report
 from shardwise import accelerators, device_tools
-from shardwise.modules.deferred_init.materialize import left_blank
+from shardwise.modules.deferred_init.materialize import skip_init
 
 WAYS = ("plain", "meta", "device", "blank")
 MIB = 2**20
@@ -48,7 +48,7 @@ def measure(way: str, blocks: int, shape: LlamaShape) -> dict[str, Any]:
         model = LlamaStack(blocks, shape)
     names = [name for name, _ in model.named_parameters()] if way == "blank" else []
     if way != "plain":
-        with sw.init_on_device() if way == "device" else nullcontext(), left_blank(names):
+        with sw.init_on_device() if way == "device" else nullcontext(), skip_init(names):
             sw.shard(model)
     device_tools.wait(device)
     told = {

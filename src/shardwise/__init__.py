@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "GradScaler": "optim.scaler",
     "Offload": "policy.offload",
     "Precision": "fsdp.strategy",
@@ -137,9 +137,9 @@ for _seam, _functions in _ATTACHED.items():
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return import_module(f"shardwise.{name}")
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
-    value = getattr(import_module(f"shardwise.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"shardwise.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

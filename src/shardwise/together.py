@@ -41,7 +41,7 @@ class Together(ABC):
     def together(self) -> Iterator[None]:
         """Either all ranks exit the block or all raise: a rank that failed its own error, the others a PeerError.
 
-        The block must not contain collectives. Peers hear of an `Exception`, not of an interrupt.
+        The block must not contain collectives. Peers learn of an `Exception`, not of an interrupt.
         """
         failure: Exception | None = None
         try:
@@ -74,7 +74,7 @@ class Together(ABC):
         said: T = pickle.loads(self.exchange(pickle.dumps(own) if self.is_first else b"", lambda a, b: a or b))
         return said
 
-    def hear(self, own: T) -> list[T]:
+    def all_gather_object(self, own: T) -> list[T]:
         """Return one object from every rank, in rank order; small and picklable."""
 
         def both(left: bytes, right: bytes) -> bytes:

@@ -83,10 +83,10 @@ with started() as ranks:
     sharding.shard_model(nn.Linear(2, 2), config.parallel, ranks)
 assert given["volume"] == 4
 
-from shardwise.train.on_jax.wishes import check_wishes
+from shardwise.train.on_jax.supported import check_supported
 
 try:
-    check_wishes(config)
+    check_supported(config)
 except settings.ConfigError as error:
     assert "parallel.volume = 4 is not supported" in str(error)
 else:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.publish.commit import latest
     from shardwise.checkpoint.saving import save, wait
 
-_HOMES = {
+_MODULES = {
     "Converted": "interchange.convert",
     "Inspection": "interchange.inspection",
     "Loaded": "loading",
@@ -49,9 +49,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'shardwise.checkpoint' has no attribute {name!r}")
-    value = getattr(import_module(f"shardwise.checkpoint.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"shardwise.checkpoint.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

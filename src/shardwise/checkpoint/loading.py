@@ -30,7 +30,7 @@ from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.torch_patches import with_state
 from shardwise.errors import CheckpointError
 from shardwise.modules.adapters import adapter_config, adapter_names
-from shardwise.modules.deferred_init.put_off import give_buffers
+from shardwise.modules.deferred_init.deferral import give_buffers
 from shardwise.offload.offloaded_state import OffloadedState
 from shardwise.offload.shard_store import ShardStore
 from shardwise.offload.state_store import StateStore

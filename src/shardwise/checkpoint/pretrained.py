@@ -28,8 +28,8 @@ from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
 from shardwise.engine.lookup import engines_of
 from shardwise.errors import CheckpointError
 from shardwise.modules.adapters import base_names, base_of
-from shardwise.modules.deferred_init.materialize import left_blank
-from shardwise.modules.deferred_init.put_off import give_buffers
+from shardwise.modules.deferred_init.deferral import give_buffers
+from shardwise.modules.deferred_init.materialize import skip_init
 
 _DISAGREE = (
     "ranks disagree about what to load: call sw.checkpoint.load_pretrained on every rank with the same path and "
@@ -141,7 +141,7 @@ def blank_for(path: Location, model: nn.Module) -> Iterator[None]:
     stored = {name: tensor.shape for name, tensor in _Weights.at(path).files.tensors.items()}
     found = find_base(model, shapes, stored).shapes
     read = [names for names in named.values() if any(found.get(name) == shapes[name] for name in names)]
-    with left_blank(name for names in read for name in names):
+    with skip_init(name for names in read for name in names):
         yield
 
 

@@ -78,7 +78,7 @@ def train(
 ) -> int:
     """Train a model on all GPUs, or on 2 CPU ranks without GPUs; resume from the newest intact checkpoint."""
     from shardwise.train.config.files import load
-    from shardwise.train.run.preflight import check_wishes
+    from shardwise.train.run.preflight import check_supported
 
     overrides = [*(overrides or ()), *([f"parallel.backend={backend}"] if backend else [])]
     loaded = load(config, overrides)
@@ -92,7 +92,7 @@ def train(
         from shardwise.cli.on_jax import train as train_on_jax
 
         return train_on_jax(loaded)
-    check_wishes(loaded)  # before torch is loaded, and before torchrun's ranks meet
+    check_supported(loaded)  # before torch is loaded, and before torchrun's ranks meet
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from shardwise.cli.process.worker import run_under_torchrun
 

@@ -133,10 +133,10 @@ def plan(asked: Asked, as_json: bool, html: Path | None = None) -> Exit:
 
 
 def _of_jax(asked: Asked, source: ModelSource | None) -> tuple[dict[str, Any], list[Row]]:
-    """Compile for all settings; return what `compiled_apart` returned, and a row for each setting."""
+    """Compile for all settings; return what `compile_in_subprocess` returned, and a row for each setting."""
     from shardwise.plan.simulate.compiled import seconds
-    from shardwise.train.on_jax.planning import Setting, Wish, compiled_apart
-    from shardwise.train.on_jax.wishes import REMAT
+    from shardwise.train.on_jax.planning import CompileRequest, Setting, compile_in_subprocess
+    from shardwise.train.on_jax.supported import REMAT
 
     if source is not None and source.config is None:
         raise PlanError(
@@ -156,7 +156,7 @@ def _of_jax(asked: Asked, source: ModelSource | None) -> tuple[dict[str, Any], l
         settings.append(Setting(fsdp, devices // fsdp, one["micro_batch"], one["accumulation"], remat))
     model = asked.model if source is None else dict(source.config or {})
     gpu = asked.cluster.hardware.name.partition("-")[0]
-    found = compiled_apart(Wish(model, devices, asked.seq_len, stored, computed, settings, gpu))
+    found = compile_in_subprocess(CompileRequest(model, devices, asked.seq_len, stored, computed, settings, gpu))
     rows = []
     for one, compiled in zip(asked.settings, found["rows"], strict=True):
         sent = _sent(compiled, widened=found["platform"] == "cpu" and (computed or stored) == "bfloat16")

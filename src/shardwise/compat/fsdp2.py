@@ -44,7 +44,7 @@ from shardwise.model_tools.reduction import (
     sync_replicas,
 )
 from shardwise.model_tools.release import reshard_after_forward as resharding
-from shardwise.modules.deferred_init.put_off import put_off
+from shardwise.modules.deferred_init.deferral import defer_init
 from shardwise.policy.offload import ALL_ON_HOST
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def fully_shard(  # noqa: PLR0913 - FSDP2's signature
         world_size = dist.get_world_size() if mesh is None else mesh.size(-1)
         _check_placements(module, shard_placement_fn, ignored_params or (), world_size)
         without_effect("shard_placement_fn", "parameters are cut as one flat buffer, in ragged pieces")
-    with put_off():
+    with defer_init():
         shard(
             module,
             "hybrid_shard" if mesh is not None and mesh.ndim == 2 else "full_shard",

@@ -23,7 +23,7 @@ from shardwise.engine.extensions.backward_steps import serves
 from shardwise.engine.lookup import engine_of, engines_below
 from shardwise.errors import UsageError
 from shardwise.fsdp.sharded_parameter import ShardedParameter
-from shardwise.modules.deferred_init.put_off import give_buffers
+from shardwise.modules.deferred_init.deferral import give_buffers
 from shardwise.offload.step import step_with_stores
 from shardwise.sharded.extensions.optimizer_state import cut_state
 

@@ -123,13 +123,13 @@ def optimizer_shardings(like: Any, params: Any, mesh: Mesh) -> Any:
     An array belongs to the parameter whose path its own path ends with, and gets that parameter's sharding if it has
     its shape. Others (factored moments) are cut by their shape.
     """
-    homes = dict(jax.tree_util.tree_flatten_with_path(params)[0])
+    parameters = dict(jax.tree_util.tree_flatten_with_path(params)[0])
 
     def sharding_of(keys: tuple[Any, ...], leaf: Any) -> NamedSharding:
         for start in range(len(keys) + 1):
-            home = homes.get(keys[start:])
-            if home is not None and home.shape == leaf.shape:
-                return home.sharding
+            parameter = parameters.get(keys[start:])
+            if parameter is not None and parameter.shape == leaf.shape:
+                return parameter.sharding
         return NamedSharding(mesh, by_shape(path_of(keys), leaf.shape, mesh, MIN_NUMEL).spec)
 
     return jax.tree_util.tree_map_with_path(sharding_of, like)

@@ -41,10 +41,10 @@ def _is_linear(module: nn.Module, parameter: nn.Parameter) -> bool:
 def _output_embeddings(model: nn.Module) -> set[int]:
     found: set[int] = set()
     for module in model.modules():
-        hand_out = getattr(module, "get_output_embeddings", None)
-        if callable(hand_out):
+        getter = getattr(module, "get_output_embeddings", None)
+        if callable(getter):
             try:
-                found.add(id(hand_out()))
+                found.add(id(getter()))
             except (NotImplementedError, AttributeError):  # models without one
                 continue
     return found

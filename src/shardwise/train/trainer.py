@@ -23,8 +23,8 @@ from shardwise.errors import ConfigError, UserError
 from shardwise.hub import local, shown
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.model_tools.memory import replicated
-from shardwise.modules.deferred_init.materialize import init_on_device, left_blank
-from shardwise.modules.deferred_init.progress import told_to
+from shardwise.modules.deferred_init.materialize import init_on_device, skip_init
+from shardwise.modules.deferred_init.progress import log_to
 from shardwise.plan.models.transformers_models import quiet_transformers
 from shardwise.policy.kinds import KINDS, STATE_KINDS
 from shardwise.train.build import auto, compute_dtype, rank_consistency
@@ -50,7 +50,7 @@ from shardwise.train.run.checkpoints import Resumed, why_finished
 from shardwise.train.run.claim import claimed
 from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.metrics import MetricsWriter, StepMetrics, open_writer
-from shardwise.train.run.preflight import check_wishes
+from shardwise.train.run.preflight import check_supported
 
 _IN_FORM = {
     Form.WHOLE: "",
@@ -71,7 +71,7 @@ def run(config: Config) -> None:
         UserError: something in the configuration cannot be done, or the loss or gradient norm stopped being finite.
             Every rank raises.
     """
-    check_wishes(config)
+    check_supported(config)
     with started() as ranks:
         config = config.for_ranks(ranks.world_size)
         directory = RunDirectory(config.run_directory)
@@ -96,7 +96,7 @@ def _with_files(config: Config, ranks: Ranks) -> Config:
     saved = Checkpoints(RunDirectory(config.run_directory).checkpoints, config.checkpoint, ranks)
     needs_weights = config.lora.r > 0 or not ranks.on_first(lambda: saved.has_any)
     ranks.work(lambda: settled(config) if ranks.is_first else None)
-    given = ranks.hear(names_of(config))
+    given = ranks.all_gather_object(names_of(config))
     for rank, names in enumerate(given):
         rank_consistency.check_equal(given[0], names, rank)
     named = with_names(config, ranks.on_first(lambda: names_of(settled(config))))  # from the cache
@@ -214,11 +214,11 @@ class Trainer:
         weights = None if self.config.model.pretrained is None else local(self.config.model.pretrained)
         saved_whole = self.resumes and not self.config.lora.r  # with LoRA, a checkpoint holds only the adapter
         with ExitStack() as stack:
-            stack.enter_context(told_to(self.console.say))
+            stack.enter_context(log_to(self.console.say))
             if self.config.model.init == "device":
                 stack.enter_context(init_on_device())
             if saved_whole:
-                stack.enter_context(left_blank([fqn for fqn, _ in model.named_parameters()]))
+                stack.enter_context(skip_init([fqn for fqn, _ in model.named_parameters()]))
             elif weights is not None:
                 with self.ranks.together():  # sharding is collective: if one rank lacks the directory, all must stop
                     stack.enter_context(blank_for(weights, model))
@@ -558,7 +558,9 @@ class Trainer:
     def _footprint(self) -> Footprint:
         """Return this run's bytes per rank beside DDP's. Every rank must call this."""
         own = sw.memory(self.model).peak
-        return compared_with_ddp(self.ranks.hear({kind: own[kind] for kind in STATE_KINDS}), replicated(self.model))
+        return compared_with_ddp(
+            self.ranks.all_gather_object({kind: own[kind] for kind in STATE_KINDS}), replicated(self.model)
+        )
 
     def _sum_up(self, directory: RunDirectory, footprint: Footprint) -> None:
         """Print a sample and the summary table. Every rank must call this, because generating is collective."""

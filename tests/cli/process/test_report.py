@@ -43,7 +43,7 @@ TWICE = "NCCL error in: NCCLUtils.hpp:94, invalid usage\nLast error:\nDuplicate 
 def test_a_lost_peer_is_a_consequence(error: Exception) -> None:
     ending = report.describe(error, 1)
     assert ending.consequence
-    assert report.told(ending).startswith("error: rank 1 failed because another rank failed or exited:\n")
+    assert report.format_report(ending).startswith("error: rank 1 failed because another rank failed or exited:\n")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_lost_peer_is_a_consequence(error: Exception) -> None:
 def test_other_errors_are_causes(error: Exception) -> None:
     ending = report.describe(error, 1)
     assert not ending.consequence
-    assert report.told(ending).startswith("error: rank 1 failed:\n")
+    assert report.format_report(ending).startswith("error: rank 1 failed:\n")
 
 
 def test_what_followed_from_a_lost_peer_is_a_consequence_too() -> None:

@@ -22,7 +22,7 @@ import shardwise as sw
 from shardwise import device_tools
 from shardwise.errors import DifferentModelsError, LayoutError
 from shardwise.modules.deferred_init.builder import record
-from shardwise.modules.deferred_init.materialize import left_blank
+from shardwise.modules.deferred_init.materialize import skip_init
 from shardwise.modules.deferred_init.memory import RealStorages
 from shardwise.modules.deferred_init.op import Op
 from shardwise.modules.deferred_init.seeds import Seeds
@@ -305,7 +305,7 @@ def count_draws(build: Build, blank: Callable[[nn.Module], list[str]] = lambda m
             done.append(str(op.func))
         run(self, op, seed)
 
-    with pytest.MonkeyPatch.context() as patch, left_blank(blank(model)), sw.init_on_device():
+    with pytest.MonkeyPatch.context() as patch, skip_init(blank(model)), sw.init_on_device():
         patch.setattr(RealStorages, "run", counted)
         sw.shard(model, units=lambda fqn, module: False)
     return done, sum(1 for p in model.parameters() if p.local.numel())  # type: ignore[attr-defined]
@@ -336,7 +336,7 @@ def test_a_new_head_has_the_numbers_that_it_would_have() -> None:
     whole = drawn(Everything)
     torch.manual_seed(SEED)
     model = on_meta(Everything)
-    with sw.init_on_device(), left_blank(name for name, _ in model.named_parameters() if "bilinear" not in name):
+    with sw.init_on_device(), skip_init(name for name, _ in model.named_parameters() if "bilinear" not in name):
         sw.shard(model)
     ours = sw.full_state_dict(model)
     assert torch.equal(ours["bilinear.weight"], whole["bilinear.weight"])

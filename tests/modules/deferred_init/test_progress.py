@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.modules.deferred_init import materialize
-from shardwise.modules.deferred_init.progress import DrawingProgress, told_to
+from shardwise.modules.deferred_init.progress import DrawingProgress, log_to
 
 GB = 1_000_000_000
 
@@ -18,7 +18,7 @@ GB = 1_000_000_000
 def said(total_gb: float, draws: list[tuple[float, float]]) -> list[str]:
     """What is said of draws: (the time when each is over, in s; its GB)."""
     now_s, lines = 0.0, []
-    with told_to(lines.append):
+    with log_to(lines.append):
         progress = DrawingProgress(int(total_gb * GB), lambda: now_s)
         for over_s, size_gb in draws:
             now_s = over_s

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
 from shardwise.errors import LayoutError
-from shardwise.modules.deferred_init.materialize import left_blank, materialize
+from shardwise.modules.deferred_init.materialize import materialize, skip_init
 from tests.modules.deferred_init.rig import (
     Build,
     Everything,
@@ -232,7 +232,7 @@ def test_what_was_written_after_building_is_said() -> None:
 
 def test_what_is_going_to_be_written_is_no_loss() -> None:
     model = on_meta(lambda: Rewritten(3))
-    with warnings.catch_warnings(), left_blank(name for name, _ in model.named_parameters()):
+    with warnings.catch_warnings(), skip_init(name for name, _ in model.named_parameters()):
         warnings.simplefilter("error")
         sw.shard(model)
 

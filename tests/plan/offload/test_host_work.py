@@ -28,7 +28,7 @@ TASK = HostTask(
 
 def test_copies_of_one_direction_wait_for_one_another() -> None:
     work = HostWork(TASK)
-    assert [work.bring("a", 0.0), work.bring("b", 1.0)] == [4.0, 8.0]
+    assert [work.load("a", 0.0), work.load("b", 1.0)] == [4.0, 8.0]
     work.begin_step(6.0)
     assert work.finish(7.0) == 8.0 + 15.0
     assert work.ends_s == {UP: 23.0, DOWN: 21.0}
@@ -36,7 +36,7 @@ def test_copies_of_one_direction_wait_for_one_another() -> None:
 
 def test_a_step_that_takes_longer_than_its_copies_hides_them() -> None:
     work = HostWork(replace(TASK, places=Places(None, "cpu")))
-    assert work.bring("a", 1.0) == 1.0
+    assert work.load("a", 1.0) == 1.0
     assert work.finish(5.0) == 5.0  # no step yet
     work.begin_step(1.0)
     assert work.finish(30.0) == 30.0
@@ -44,7 +44,7 @@ def test_a_step_that_takes_longer_than_its_copies_hides_them() -> None:
 
 def test_disks_read_and_write_in_turn() -> None:
     work = HostWork(replace(TASK, places=Places("nvme", "nvme"), on_cpu=True, disk_share=1.0))
-    assert work.bring("a", 0.0) == 8.0
+    assert work.load("a", 0.0) == 8.0
     work.begin_step(12.0)
     assert work.finish(0.0) == 12 + 2 * 150 / 5
     assert {span.stream for span in work.spans} == {DISK}
@@ -53,13 +53,13 @@ def test_disks_read_and_write_in_turn() -> None:
 def test_what_is_on_disk_takes_two_hops_to_a_device() -> None:
     task = replace(TASK, places=Places("nvme", "cpu"), disk_share=0.4)
     work = HostWork(task)
-    assert [work.bring("a", 0.0), work.bring("b", 0.0)] == [12.0, 20.0]  # the disk reads b while a comes up
+    assert [work.load("a", 0.0), work.load("b", 0.0)] == [12.0, 20.0]  # the disk reads b while a comes up
     work.begin_step(20.0)
     assert work.finish(20.0) == 20 + 2 * 60 / 5
     assert work.ends_s == {DISK: 44.0, UP: 35.0, DOWN: 35.0}
-    assert HostWork(replace(task, places=Places("cpu", "nvme"))).bring("a", 0.0) == 4.0
+    assert HostWork(replace(task, places=Places("cpu", "nvme"))).load("a", 0.0) == 4.0
     work = HostWork(replace(task, unit_stepped_bytes={"a": 50, "b": 100}))
-    assert work.come_to_step("b", 0.0) == 40 / 5 + 100 / 10
+    assert work.load_for_step("b", 0.0) == 40 / 5 + 100 / 10
     work.go_back("b", 20.0)
     assert work.ends_s == {DISK: 38.0, UP: 18.0, DOWN: 30.0}
     assert work.finish(21.0) == 38.0
@@ -78,9 +78,9 @@ def test_a_disk_that_is_slower_than_the_link_is_what_a_step_waits_for() -> None:
 
 def test_a_units_step_in_backward_waits_for_what_it_needs_and_nothing_for_what_goes() -> None:
     work = HostWork(replace(TASK, unit_stepped_bytes={"a": 50, "b": 100}))
-    assert work.come_to_step("b", 1.0) == 11.0
+    assert work.load_for_step("b", 1.0) == 11.0
     work.go_back("b", 12.0)
-    assert work.come_to_step("a", 12.0) == 17.0
+    assert work.load_for_step("a", 12.0) == 17.0
     work.go_back("a", 18.0)
     assert work.ends_s == {UP: 17.0, DOWN: 27.0}
     assert work.finish(19.0) == 27.0
@@ -142,7 +142,7 @@ def test_a_step_on_the_host_overlaps_with_its_copies() -> None:
     assert work.finish(7.0) == 6.0 + 800 / 20
     assert work.ends_s == {DOWN: 16.0, UP: 11.0, DISK: 14.0, PROCESSORS: 46.0}
     work = HostWork(replace(task, unit_stepped_bytes={"a": 50, "b": 150}))
-    assert work.come_to_step("b", 1.0) == pytest.approx(1.0 + 0.75 * (20 / 5 + 100 / 10 + 800 / 20 + 50 / 10), abs=0.1)
+    assert work.load_for_step("b", 1.0) == pytest.approx(1.0 + 0.75 * (20 / 5 + 100 / 10 + 800 / 20 + 50 / 10), abs=0.1)
     work.go_back("b", 50.0)
     assert DOWN in work.ends_s
     assert work.ends_s[DOWN] < 50.0
@@ -181,7 +181,7 @@ _ALL_STEP = "params=cpu,optimizer=cpu,gradients=cpu,step=cpu"
 
 def test_parameters_that_stay_come_once_a_step() -> None:
     work = HostWork(replace(TASK, gathers=False, reshards_after_forward=False))
-    assert [work.bring("a", 0.0), work.bring("a", 9.0)] == [4.0, 9.0]
+    assert [work.load("a", 0.0), work.load("a", 9.0)] == [4.0, 9.0]
 
 
 def forecast(offload: str | None, **more: Any) -> Forecast:

@@ -58,7 +58,7 @@ def exported(folder: str, gathered: bool, shared: bool, dtype: str) -> tuple[lis
         if gathered:
             patch.setattr(export_module, "pieces_to_write", refuse)
         with claimed(run, print) if ranks.is_first else nullcontext():
-            ranks.hear(None)  # the claim is there before any rank looks
+            ranks.all_gather_object(None)  # the claim is there before any rank looks
             export_module.export(model, ByteTokenizer(), RunDirectory(run), ranks, 3)
         return sorted(path.name for path in (run / "final").iterdir()) if (run / "final").exists() else [], len(asked)
 

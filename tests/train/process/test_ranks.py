@@ -23,8 +23,8 @@ def exchange() -> None:
         assert (ranks.rank, ranks.world_size, ranks.device.type) == (rank, 3, "cpu")
         assert ranks.sum([rank + 0.5, 1.0]) == [3 * 0.5 + 3, 3.0]
         assert ranks.count(2**53 + rank) == 3 * 2**53 + 3  # float64 would lose the last bit
-        assert ranks.hear([rank, -rank]) == [[0, 0], [1, -1], [2, -2]]
-        assert ranks.hear(f"I am {rank}") == ["I am 0", "I am 1", "I am 2"]
+        assert ranks.all_gather_object([rank, -rank]) == [[0, 0], [1, -1], [2, -2]]
+        assert ranks.all_gather_object(f"I am {rank}") == ["I am 0", "I am 1", "I am 2"]
         assert ranks.on_first(lambda: rank == 0) is True
         with ranks.together():
             pass
@@ -75,8 +75,8 @@ def test_alone_there_is_no_process_group() -> None:
         assert ranks == Ranks(0, 1, torch.device("cpu"))
         assert ranks.sum([1.5]) == [1.5]
         assert ranks.count(3) == 3
-        assert ranks.hear([1.0]) == [[1.0]]
-        assert ranks.hear("I") == ["I"]
+        assert ranks.all_gather_object([1.0]) == [[1.0]]
+        assert ranks.all_gather_object("I") == ["I"]
         assert ranks.on_first(lambda: True)
 
 

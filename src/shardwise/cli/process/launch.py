@@ -169,14 +169,14 @@ def _conclude(
             _say(mistakes[0].traceback)
         return Exit.USER_MISTAKE
     if causes and (interrupted or -signal.SIGKILL not in silent.values()):  # a killed rank is why others fail
-        _say(report.told(causes[0]))
+        _say(report.format_report(causes[0]))
     elif interrupted or any(ending.kind == "interrupted" for ending in reports):
         _say("interrupted")
         return Exit.INTERRUPTED
     elif not failures:
         return Exit.DONE
     elif set(silent.values()) <= {-signal.SIGTERM} and reports:
-        _say(report.told(reports[0]))  # every report says that a peer was lost, and none says why
+        _say(report.format_report(reports[0]))  # every report says that a peer was lost, and none says why
         for rank in sorted(left):
             _say(f"error: rank {rank} exited with status 0 before the others had finished")
     else:

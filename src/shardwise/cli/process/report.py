@@ -60,7 +60,7 @@ def describe(error: BaseException, rank: int) -> Report:
     return Report(rank, kind, line or "", story, time.time(), _lost_a_peer(error))
 
 
-def told(ending: Report, debug: bool = False) -> str:
+def format_report(ending: Report, debug: bool = False) -> str:
     """Return the text for the user about how one rank ended."""
     if ending.kind == "mistake":
         line = f"error: rank {ending.rank}: {ending.line}"

@@ -71,7 +71,7 @@ def end_as_rank(task: Callable[[], None], debug: bool) -> Exit:
         ending = report.describe(error, int(os.environ["RANK"]))
         if ending.kind == "interrupted":
             leave(Exit.INTERRUPTED)
-        print(report.told(ending, debug), file=sys.stderr)
+        print(report.format_report(ending, debug), file=sys.stderr)
         leave(Exit.USER_MISTAKE if ending.kind == "mistake" else Exit.FAILED)
     return Exit.DONE
 

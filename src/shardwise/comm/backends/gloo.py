@@ -255,7 +255,7 @@ class _Post:
         self._headers: Tensor | None = transport.headers()
         self._headers.numpy()[self._rank] = signature, length
         mine = self._headers[self._rank]
-        self._unread = [self._hear(self._headers[peer], peer) for peer in hears]
+        self._unread = [self._receive(self._headers[peer], peer) for peer in hears]
         for peer in to:
             self._sent.append(
                 _Message(self._try(peer, transport.group.send, *transport.header(mine, peer, self._sequence)), peer)
@@ -306,7 +306,7 @@ class _Post:
                 here, there = (self._rank, self._signature), (message.peer, theirs)
                 raise transport.fail(mismatch(*here, *there, transport.labels, transport.reasons.of))
 
-    def _hear(self, header: Tensor, peer: int) -> _Message:
+    def _receive(self, header: Tensor, peer: int) -> _Message:
         transport = self._transport
         return _Message(self._try(peer, transport.group.recv, *transport.header(header, peer, self._sequence)), peer)
 

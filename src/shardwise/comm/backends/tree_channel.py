@@ -98,10 +98,10 @@ class TreeChannel:
         signature = sign("exchange", label)
         try:
             for child in self._children:
-                message = combine(message, self._hear(child, signature))
+                message = combine(message, self._receive(child, signature))
             if self._parent is not None:
                 self._parent.send(_Frame(_FrameKind.SAID, self._number, signature, message))
-                message = self._hear(self._parent, signature)
+                message = self._receive(self._parent, signature)
             for child in self._children:
                 child.send(_Frame(_FrameKind.SAID, self._number, signature, message))
         except OSError as error:
@@ -130,7 +130,7 @@ class TreeChannel:
     def _neighbours(self) -> list[_Peer]:
         return [*([self._parent] if self._parent else []), *self._children]
 
-    def _hear(self, peer: _Peer, signature: int) -> bytes:
+    def _receive(self, peer: _Peer, signature: int) -> bytes:
         while True:
             try:
                 frame = peer.receive()

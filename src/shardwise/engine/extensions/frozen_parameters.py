@@ -10,7 +10,7 @@ from functools import partial
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.unit import Unit
 
-_told: weakref.WeakSet[Unit] = weakref.WeakSet()
+_warned: weakref.WeakSet[Unit] = weakref.WeakSet()
 """Root units of the models for which the warning was given."""
 
 
@@ -20,13 +20,13 @@ def _warn(engine: Engine) -> None:
     A group is reduced as a whole; only one without a trainable parameter is left out.
     """
     units = engine.units
-    if not engine.is_rank0 or units[0] in _told:
+    if not engine.is_rank0 or units[0] in _warned:
         return
     reduced = [group for unit in units for group in unit.groups if group.trainable]
     frozen = [p for group in reduced for p in group.sharded if not p.requires_grad and p.numel()]
     if not frozen:
         return
-    _told.add(units[0])
+    _warned.add(units[0])
     everything = sum(group.layout.used_numel for group in reduced)
     trained = everything - sum(parameter.numel() for parameter in frozen)
     shown = ", ".join(repr(parameter.fqn) for parameter in frozen[:3])

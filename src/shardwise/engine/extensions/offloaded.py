@@ -220,9 +220,9 @@ def stores_for(offload: Offload | None, device: torch.device) -> Stores:
     if offload is None:
         return Stores()
 
-    is_apart = device_tools.has_memory(device)
+    has_own_memory = device_tools.has_memory(device)
 
-    def tier(place: str | None, what: str, reaches_device: bool = is_apart) -> Tier | None:
+    def tier(place: str | None, what: str, reaches_device: bool = has_own_memory) -> Tier | None:
         if place == "nvme":
             assert offload.path is not None
             if reaches_device:
@@ -230,9 +230,9 @@ def stores_for(offload: Offload | None, device: torch.device) -> Stores:
             return Disk(Path(offload.path), what)
         return HostMemory(device, what, offload.pin) if place == "cpu" and reaches_device else None
 
-    host_step = HostStep(device, offload.pin) if offload.step == "cpu" and is_apart else None
+    host_step = HostStep(device, offload.pin) if offload.step == "cpu" and has_own_memory else None
     shards, gradients = tier(offload.params, "weights"), tier(offload.gradients, "gradients")
-    states = tier(offload.optimizer, "optimizer state", reaches_device=is_apart and host_step is None)
+    states = tier(offload.optimizer, "optimizer state", reaches_device=has_own_memory and host_step is None)
     return Stores(
         None if states is None else StateStore(states, offload.ring_bytes, host_step),
         None if shards is None else ShardStore(shards),

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.engine.extensions.custom_reduction import forget_dropped
 from shardwise.engine.lookup import take_engine
 from shardwise.engine.setup.copying import refuse_to_copy
-from shardwise.engine.setup.planners import SideBySide
+from shardwise.engine.setup.planners import Blocks
 from shardwise.errors import UsageError
 from shardwise.fsdp.collectives import Collectives
 from shardwise.fsdp.engine import Engine
@@ -176,7 +176,7 @@ def _units_of(model: nn.Module, below: Mapping[str, Engine]) -> list[Unit]:
     for unit in units:
         if unit.has_several and not here.issuperset(unit.modules):
             names = ", ".join(type(module).__name__ for module in unit.modules)
-            where = "list" if isinstance(model, SideBySide) else type(model).__name__
+            where = "list" if isinstance(model, Blocks) else type(model).__name__
             raise UsageError(
                 f"{names} were sharded together, but not all of them are in this {where}: shard a module around all of "
                 "them"

@@ -20,8 +20,8 @@ from shardwise.fsdp.modules import Original, UnitPlan
 from shardwise.fsdp.parameter_group import Group
 from shardwise.fsdp.shard import agree_on_layout, dtypes_of
 from shardwise.fsdp.strategy import Precision
+from shardwise.modules.deferred_init.deferral import is_deferred
 from shardwise.modules.deferred_init.materialize import draws_on_device
-from shardwise.modules.deferred_init.put_off import is_put_off
 from shardwise.modules.extended import EXTENDED, plain_of
 from shardwise.modules.linear_weights import linear_weights
 from shardwise.offload.stores import ON_DEVICE, Stores
@@ -108,7 +108,7 @@ class ExtendedGroups:
             return
         agree_on_layout([], [], [f"{fqn}|{tuple(p.shape)}" for fqn, p in self._found], mesh)
         self._are_alike = True
-        if any(p.is_meta for _, p in self._found) and (draws_on_device() or not is_put_off()):
+        if any(p.is_meta for _, p in self._found) and (draws_on_device() or not is_deferred()):
             raise LayoutError(
                 f"{self._found[0][0]!r} defines its own all_gather and is on the meta device, where its "
                 "initialisation cannot be recorded: build the model on a real device, or shard it with "

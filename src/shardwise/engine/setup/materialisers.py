@@ -13,18 +13,18 @@ from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.mesh import Mesh
 from shardwise.fsdp.modules import UnitPlan, Values
 from shardwise.fsdp.shard import Planned, agree_on_values, is_same
+from shardwise.modules.deferred_init.deferral import fill_nan_, have_no_numbers, is_deferred
 from shardwise.modules.deferred_init.materialize import draws_on_device, materialize
-from shardwise.modules.deferred_init.put_off import blank_, have_no_numbers, is_put_off
 
 
 def initialise(model: nn.Module, units: Sequence[Planned], engine: Engine) -> None:
-    """Initialise the parameters that are on the meta device, and shard the units; a `Materialiser`. Inside `put_off`,
-    shards have no values yet. Every rank must call this.
+    """Initialise the parameters that are on the meta device, and shard the units; a `Materialiser`. Inside
+    `defer_init`, shards have no values yet. Every rank must call this.
 
     Raises DifferentModelsError on every rank if ranks would draw values in different ways.
     """
-    if is_put_off() and not draws_on_device():
-        _put_off(units, engine.mesh)
+    if is_deferred() and not draws_on_device():
+        _defer(units, engine.mesh)
     else:
         _materialize(model, units, engine.mesh)
 
@@ -62,7 +62,7 @@ def _agree_on_drawing(mesh: Mesh) -> None:
         )
 
 
-def _put_off(units: Sequence[Planned], mesh: Mesh) -> None:
+def _defer(units: Sequence[Planned], mesh: Mesh) -> None:
     """Shard the units. Parameters on the meta device get shards without values."""
     for unit, plan in units:
         real = {fqn: parameter for fqn, parameter, _ in plan.parameters if not parameter.is_meta}
@@ -71,7 +71,7 @@ def _put_off(units: Sequence[Planned], mesh: Mesh) -> None:
         for group in unit.groups:
             blank = [sharded for sharded in group.sharded if sharded.fqn not in real]
             for sharded in blank:
-                blank_(sharded.local)
+                fill_nan_(sharded.local)
             have_no_numbers(blank, group.counter)
 
 

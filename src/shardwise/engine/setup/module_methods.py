@@ -100,7 +100,8 @@ def refuse_conversions(module: nn.Module) -> None:
     to what was left on the meta device."""
 
     def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        from shardwise.modules.deferred_init.put_off import come  # not for models that are never converted
+        # Imported here, because most models are never converted.
+        from shardwise.modules.deferred_init.deferral import materialize_empty
 
         sharded = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
         kinds = {(p.dtype, p.device, p.stored_device, slice_of(p) is not None) for p in sharded}
@@ -117,7 +118,7 @@ def refuse_conversions(module: nn.Module) -> None:
                     f"a sharded model cannot be converted from {dtype} on {stored} to {result.dtype} on "
                     f"{result.device}: convert it before sw.shard, or pass sw.shard(precision=sw.Precision(...))"
                 )
-        come(module, fn)
+        materialize_empty(module, fn)
         return module
 
     module.__dict__.update(_apply=apply)

@@ -24,11 +24,11 @@ from shardwise.fsdp.shard import (
 Units = None | int | Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
 
-class Together(nn.ModuleList):
+class GroupedUnit(nn.ModuleList):
     """Modules of one model that together become one unit."""
 
 
-class SideBySide(nn.ModuleList):
+class Blocks(nn.ModuleList):
     """Modules that were sharded one by one and now share one schedule and one arena."""
 
 
@@ -127,10 +127,10 @@ def _input_embeddings(model: nn.Module) -> set[int]:
     """
     found: set[int] = set()
     for module in model.modules():
-        hand_out = getattr(module, "get_input_embeddings", None)
-        if callable(hand_out):
+        getter = getattr(module, "get_input_embeddings", None)
+        if callable(getter):
             with suppress(NotImplementedError, AttributeError):  # models without one
-                embedding = hand_out()
+                embedding = getter()
                 if isinstance(embedding, nn.Embedding):
                     found.add(id(embedding))
     return found

@@ -20,7 +20,7 @@ from shardwise.engine.lookup import engine_of, engines_by_name, set_engine
 from shardwise.engine.setup.admission import check_admissible
 from shardwise.engine.setup.copying import copy_deeply
 from shardwise.engine.setup.module_methods import refuse_conversions, tell_transformers, watch_state_dicts
-from shardwise.engine.setup.planners import SideBySide, Together, Units, nesting, planners_for
+from shardwise.engine.setup.planners import Blocks, GroupedUnit, Units, nesting, planners_for
 from shardwise.engine.setup.torch_patches import install
 from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.fsdp import shard as shard_core
@@ -134,9 +134,9 @@ def _seams(
 ) -> Seams:
     """Return what the arguments and the model ask of the core. `adopts`: some modules below are sharded already."""
     seams = Seams([], ignored)
-    if isinstance(model, Together):
+    if isinstance(model, GroupedUnit):
         seams.reviews.append(_make_one)
-    elif not isinstance(model, SideBySide):
+    elif not isinstance(model, Blocks):
         seams.planners += planners_for(units)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         from shardwise.engine.setup.materialisers import initialise
@@ -196,7 +196,7 @@ def _checked_tree(model: object, slots: object, units: Units) -> nn.Module:
         raise ConfigError(f"sw.shard takes an nn.Module or a list of them, not a {type(model).__name__}")
     are_sharded = [engine_of(module, below=False) is not None for module in modules]
     if modules[0] is not model and units is None and all(are_sharded):
-        return SideBySide(modules)
+        return Blocks(modules)
     if any(are_sharded):
         raise UsageError("this module is sharded already; sw.shard it once, or shard an ancestor to adopt it")
     if modules[0] is model:
@@ -207,11 +207,11 @@ def _checked_tree(model: object, slots: object, units: Units) -> nn.Module:
             "sw.shard of several modules makes one unit of them: leave units out, and pass modules that do not "
             "contain one another (to make a unit inside one of them, shard that first)"
         )
-    return Together(modules)
+    return GroupedUnit(modules)
 
 
 def _make_one(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
-    """Make one unit of all modules of a `Together`."""
+    """Make one unit of all modules of a `GroupedUnit`."""
     plans[0].modules = list(model.children())
 
 

@@ -113,10 +113,10 @@ def load_pretrained(path: Location, like: T, names: NameMap | None = None) -> T:
         names = names.as_in(files.tensors)
         leaves = leaves_of(like)
         parts = {leaf.path: names.parts(leaf.path, leaf.shape) for leaf in leaves}
-        stored, absent = _apart(leaves, lambda leaf: all(part.name in files.tensors for part in parts[leaf.path]))
+        stored, absent = _partition(leaves, lambda leaf: all(part.name in files.tensors for part in parts[leaf.path]))
         reading = _Reading(opened)
         absent = reading.expect_beside_parameters(absent)
-        streams, absent = _apart(absent, partial(_is_among, random_streams(like)))
+        streams, absent = _partition(absent, partial(_is_among, random_streams(like)))
         reading.keep(streams)
         reading.expect([leaf for leaf in leaves if leaf in {*stored, *absent}], files, parts, names)
         reading.check()
@@ -127,7 +127,7 @@ def load_pretrained(path: Location, like: T, names: NameMap | None = None) -> T:
     return with_leaves(like, [found[leaf] for leaf in leaves])
 
 
-def _apart(leaves: Sequence[Leaf], has: Callable[[Leaf], bool]) -> tuple[list[Leaf], list[Leaf]]:
+def _partition(leaves: Sequence[Leaf], has: Callable[[Leaf], bool]) -> tuple[list[Leaf], list[Leaf]]:
     """Split the leaves into those for which `has` is true and the others."""
     return [leaf for leaf in leaves if has(leaf)], [leaf for leaf in leaves if not has(leaf)]
 
@@ -178,7 +178,7 @@ class _Reading:
             return list(leaves)
         files = tensor_files.find(self._opened, tensor_files.OPTIMIZER)
         parts = {leaf.path: (LeafPlace(f"{VARIABLES}.{leaf.path}"),) for leaf in leaves}
-        found, absent = _apart(leaves, lambda leaf: parts[leaf.path][0].name in files.tensors)
+        found, absent = _partition(leaves, lambda leaf: parts[leaf.path][0].name in files.tensors)
         self.expect(found, files, parts, ANY)
         return absent
 

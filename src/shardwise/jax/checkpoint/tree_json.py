@@ -19,10 +19,10 @@ _FORMAT = 1
 
 def encode(model: Mapping[str, Sequence[LeafPlace]], others: Mapping[str, Sequence[LeafPlace]]) -> bytes:
     """Return the file's bytes."""
-    return (json.dumps({"format": _FORMAT, "leaves": _told(model), "others": _told(others)}) + "\n").encode()
+    return (json.dumps({"format": _FORMAT, "leaves": _as_json(model), "others": _as_json(others)}) + "\n").encode()
 
 
-def _told(parts: Mapping[str, Sequence[LeafPlace]]) -> dict[str, list[Any]]:
+def _as_json(parts: Mapping[str, Sequence[LeafPlace]]) -> dict[str, list[Any]]:
     return {path: [part.to_json() for part in own] for path, own in parts.items() if tuple(own) != (LeafPlace(path),)}
 
 

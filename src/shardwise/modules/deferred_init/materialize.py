@@ -36,7 +36,7 @@ _on_device: ContextVar[bool] = ContextVar("on_device", default=False)
 
 
 @contextmanager
-def left_blank(fqns: Iterable[str]) -> Iterator[None]:
+def skip_init(fqns: Iterable[str]) -> Iterator[None]:
     """A context in which `materialize` does not initialise these parameters, because the caller writes them later.
 
     If no other tensor is random, nothing is drawn and the random state does not change.

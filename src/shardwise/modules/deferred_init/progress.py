@@ -26,7 +26,7 @@ _say: ContextVar[Say] = ContextVar("say", default=_warn)
 
 
 @contextmanager
-def told_to(say: Say) -> Iterator[None]:
+def log_to(say: Say) -> Iterator[None]:
     """A context in which progress reports go to `say` instead of `warnings.warn`."""
     token = _say.set(say)
     try:

@@ -66,8 +66,8 @@ def _targets(model: nn.Module, adapters: Adapters) -> dict[str, nn.Module]:
     """Return the modules that get adapters, by name, as PEFT chooses them. Raises PlanError if a target is missing."""
     modules = dict(model.named_modules())
     if adapters.targets is None:
-        hand_out: Any = getattr(model, "get_output_embeddings", None)
-        head = hand_out() if callable(hand_out) else None
+        getter: Any = getattr(model, "get_output_embeddings", None)
+        head = getter() if callable(getter) else None
         return {name: layer for name, layer in modules.items() if _is_linear(layer) and layer is not head}
     for target in adapters.targets:
         if not any(f".{name}".endswith(f".{target}") for name in modules):

@@ -154,25 +154,25 @@ class HostWork:
     _reduced_s: float = 0.0
     """When the last unit was reduced, which is when the next unit's backward began."""
 
-    def bring(self, unit: str, ready_s: float) -> float:
+    def load(self, unit: str, ready_s: float) -> float:
         """Copy a unit's slice to its slot, which is free from `ready_s` on. Return when that is done."""
         task = self.task
         is_here = not task.reshards_after_forward and not task.gathers and unit in self._resident
         if task.places.params is None or (task.on_cpu and task.places.params == "cpu") or is_here:
             return ready_s
         self._resident.add(unit)
-        return self._come(unit, ready_s, task.shard_bytes.get(unit, 0), float(task.places.params == "nvme"))
+        return self._copy(unit, ready_s, task.shard_bytes.get(unit, 0), float(task.places.params == "nvme"))
 
     def begin_sum(self, unit: str, computed_s: float) -> float:
         """Return when a unit's gradients can be added to the sum of earlier micro-batches. They are computed at
         `computed_s`; the copy of that sum starts when the unit's backward begins."""
-        come_s = computed_s
+        arrived_s = computed_s
         if unit in self._summed:
             nbytes = self.task.unit_gradient_bytes.get(unit, 0)
-            come_s = max(computed_s, self._run(UP, unit, self._reduced_s, nbytes, self.task.rates.link))
+            arrived_s = max(computed_s, self._run(UP, unit, self._reduced_s, nbytes, self.task.rates.link))
         self._summed.add(unit)
-        self._reduced_s = come_s
-        return come_s
+        self._reduced_s = arrived_s
+        return arrived_s
 
     def end_sum(self, unit: str, at_s: float) -> None:
         """Copy a unit's summed gradient to the host from `at_s` on. Nothing waits for that."""
@@ -188,7 +188,7 @@ class HostWork:
         end_s = self._run(stream, event.module, ready_s, event.nbytes, self.task.rates.link)
         return end_s - event.nbytes / self.task.rates.link, end_s
 
-    def come_to_step(self, unit: str, ready_s: float) -> float:
+    def load_for_step(self, unit: str, ready_s: float) -> float:
         """Load what a unit's step in backward needs. Return when it is there; or, if the host takes the step, when that
         is over."""
         if self.task.on_host is not None:
@@ -199,7 +199,7 @@ class HostWork:
             ready_s = self._run(PROCESSORS, unit, ready_s, part.computed, rates.processors, "step")
             self._run(DISK, unit, ready_s, part.disk // 2, rates.disk)
             return self._run(UP, unit, ready_s, part.up, rates.link)
-        return self._come(unit, ready_s, self.task.unit_stepped_bytes.get(unit, 0), self.task.disk_share)
+        return self._copy(unit, ready_s, self.task.unit_stepped_bytes.get(unit, 0), self.task.disk_share)
 
     def go_back(self, unit: str, stepped_s: float) -> None:
         """Write back what a unit's step in backward has updated, from `stepped_s` on. Nothing waits for that."""
@@ -210,7 +210,7 @@ class HostWork:
             stepped_s = self._run(DOWN, unit, stepped_s, nbytes, self.task.rates.link)
         self._run(DISK, unit, stepped_s, round(nbytes * self.task.disk_share), self.task.rates.disk)
 
-    def _come(self, unit: str, ready_s: float, nbytes: int, disk_share: float) -> float:
+    def _copy(self, unit: str, ready_s: float, nbytes: int, disk_share: float) -> float:
         """Read the part on disk, then copy everything to the device, if that has memory of its own. Return when that is
         done."""
         read_s = self._run(DISK, unit, ready_s, round(nbytes * disk_share), self.task.rates.disk)

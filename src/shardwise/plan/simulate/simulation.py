@@ -188,7 +188,7 @@ class _Simulation:
             if self.work.task.on_host is not None:  # counted there, the little that clipping costs a device included
                 return
         self.log.flops += kernel.flops
-        self._hand_out(usual_host().compiled_operation_s if self.roofline.compiled else usual_host().operation_s)
+        self._launch(usual_host().compiled_operation_s if self.roofline.compiled else usual_host().operation_s)
         if not kernel.stream or not self.roofline.hardware.overlaps:
             self._compute(kernel)
         elif kernel.stream in self.last:  # follows a reduction and belongs to it
@@ -228,7 +228,7 @@ class _Simulation:
     def _collective(self, event: Collective) -> None:
         self.log.bytes_sent += bytes_sent(event.op, event.nbytes, event.ranks)
         seconds = self.cluster.seconds(event.op, event.nbytes, event.group, event.ranks)
-        self._hand_out(usual_host().collective_s)
+        self._launch(usual_host().collective_s)
         if self.roofline.hardware.overlaps:
             span = self._beside(event, seconds)
         else:
@@ -240,7 +240,7 @@ class _Simulation:
         self.over[event.number] = span
 
     def _copy(self, event: HostCopy) -> None:
-        self._hand_out(usual_host().operation_s)
+        self._launch(usual_host().operation_s)
         assert self.work is not None
         start_s, end_s = self.work.copy(event, max(self.host_s, self.compute_s))
         self.over[event.number] = Span(event.way, INPUT, event.module, event.phase, start_s, end_s, event.nbytes)
@@ -271,7 +271,7 @@ class _Simulation:
         if event.op == "all_gather":
             ready_s = max(self.host_s, self._room_s(event.unit), self.written_s.get(event.group, 0.0))
             if self.work is not None:
-                free_s, ready_s = ready_s, self.work.bring(event.unit, ready_s)
+                free_s, ready_s = ready_s, self.work.load(event.unit, ready_s)
                 self.held_s[event.number] = ready_s - free_s
             for kernel in self.slices.pop(slices_of(event.group), ()):
                 ready_s = self._run(kernel, slices_of(event.group), ready_s).end_s
@@ -311,17 +311,17 @@ class _Simulation:
         elif self.work is None:
             return
         elif event.what == "gather" and not self.work.task.gathers:
-            self._come(event.unit)
+            self._load(event.unit)
         elif event.what == "grads":
             self._wait_for(SLICE, self.work.begin_sum(event.unit, self.compute_s), event.unit)
         elif event.what == "reduced":
             self.work.end_sum(event.unit, self.compute_s)
         elif event.what == "step":
-            self._wait_for(UNIT_STEP, self.work.come_to_step(event.unit, self.compute_s), event.unit)
+            self._wait_for(UNIT_STEP, self.work.load_for_step(event.unit, self.compute_s), event.unit)
         elif event.what == "stepped":
             self.work.go_back(event.unit, self.compute_s)
 
-    def _come(self, unit: str) -> None:
+    def _load(self, unit: str) -> None:
         """Wait for the slice of a unit in a group of one rank. It is still there if no other unit took its slot
         since."""
         if unit not in self.gathered:
@@ -330,13 +330,13 @@ class _Simulation:
     def _wait_for_slice(self, unit: str) -> None:
         """Let computation wait until the unit's slice has been copied to the device."""
         assert self.work is not None
-        self._wait_for(SLICE, self.work.bring(unit, self._room_s(unit)), unit)
+        self._wait_for(SLICE, self.work.load(unit, self._room_s(unit)), unit)
 
-    def _wait_for(self, what: str, come_s: float, unit: str) -> None:
-        """Let computation wait until `come_s`, when something of the unit is there."""
-        self.log.stall(what, self.compute_s, come_s, unit)
-        self.compute_s = max(self.compute_s, come_s)
+    def _wait_for(self, what: str, arrived_s: float, unit: str) -> None:
+        """Let computation wait until `arrived_s`, when something of the unit is there."""
+        self.log.stall(what, self.compute_s, arrived_s, unit)
+        self.compute_s = max(self.compute_s, arrived_s)
 
-    def _hand_out(self, cost: Figure) -> None:
+    def _launch(self, cost: Figure) -> None:
         if self.roofline.hardware.overlaps:
             self.host_s += cost.value

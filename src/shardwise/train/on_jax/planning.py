@@ -36,7 +36,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class CompileRequest:
     """The programs to compile."""
 
     model: Mapping[str, Any] | str
@@ -53,8 +53,8 @@ class Wish:
     `shardwise.jax.topology` knows, or their compiler is not installed."""
 
 
-def compiled_apart(wish: Wish) -> dict[str, Any]:
-    """Compile in another process, which has `wish.devices` CPU devices.
+def compile_in_subprocess(request: CompileRequest) -> dict[str, Any]:
+    """Compile in another process, which has `request.devices` CPU devices.
 
     Returns:
         "parameters": the number of parameters; "platform": the platform that the programs are compiled for; "rows": for
@@ -63,10 +63,10 @@ def compiled_apart(wish: Wish) -> dict[str, Any]:
     Raises:
         PlanError: a user's mistake that the other process found, with its message.
     """
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS.format(wish.devices)}".strip()
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS.format(request.devices)}".strip()
     done = subprocess.run(
         [sys.executable, "-m", __name__],
-        input=json.dumps(asdict(wish)),
+        input=json.dumps(asdict(request)),
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
         text=True,
@@ -80,8 +80,8 @@ def compiled_apart(wish: Wish) -> dict[str, Any]:
     return found
 
 
-def _compiled(wish: Mapping[str, Any]) -> dict[str, Any]:
-    """Compile and return what `compiled_apart` returns, given the fields of a `Wish`."""
+def _compiled(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Compile and return what `compile_in_subprocess` returns, given the fields of a `CompileRequest`."""
     import math
 
     import jax
@@ -91,14 +91,14 @@ def _compiled(wish: Mapping[str, Any]) -> dict[str, Any]:
     from shardwise.jax.trees import parts_of
     from shardwise.train.on_jax.model import builder_from, loss_of
 
-    build = builder_from(wish["model"], wish["dtype"])
-    devices = _devices(wish["device"], wish["devices"])
+    build = builder_from(request["model"], request["dtype"])
+    devices = _devices(request["device"], request["devices"])
     rows: list[Any] = []
-    for setting in (Setting(**fields) for fields in wish["settings"]):
+    for setting in (Setting(**fields) for fields in request["settings"]):
         mesh = swj.mesh(fsdp=setting.fsdp, replica=setting.replica, devices=devices)
-        shape = (setting.micro_batch * setting.accumulation * mesh.size, wish["seq_len"])
+        shape = (setting.micro_batch * setting.accumulation * mesh.size, request["seq_len"])
         batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("ids", "labels")}
-        settings = {"accumulation": setting.accumulation, "compute_dtype": wish["compute_dtype"]}
+        settings = {"accumulation": setting.accumulation, "compute_dtype": request["compute_dtype"]}
         settings |= {"remat": setting.remat, "clip": 1.0}
         rows += swj.plan(build, loss_of, optax.adamw(1e-3), batch, [mesh], **settings).rows
     parameters = sum(
@@ -118,8 +118,8 @@ def _devices(kind: str, count: int) -> list[Any]:
 
 
 def main() -> None:
-    """Read a wish as JSON from standard input and print the result as JSON; or print a user's mistake as one line and
-    exit with status 2."""
+    """Read a request as JSON from standard input and print the result as JSON; or print a user's mistake as one line
+    and exit with status 2."""
     try:
         found = _compiled(json.load(sys.stdin))
     except UserError as error:

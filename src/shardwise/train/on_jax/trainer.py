@@ -37,7 +37,7 @@ from shardwise.train.data.tokenizer import Tokenizer, files_of, sources_in_words
 from shardwise.train.on_jax.checkpoints import Checkpoints
 from shardwise.train.on_jax.model import builder_of, bytes_per_device, bytes_whole, check_logits, loss_of, optimizer_of
 from shardwise.train.on_jax.processes import RunProcesses, axes_of, started
-from shardwise.train.on_jax.wishes import REMAT, check_wishes
+from shardwise.train.on_jax.supported import REMAT, check_supported
 from shardwise.train.output.console import RunConsole
 from shardwise.train.output.push import push_final
 from shardwise.train.process.interruption import Interrupted, Interruption
@@ -54,7 +54,7 @@ def run(config: Config) -> None:
 
     Raises UserError as the torch engine's `run` does, and ConfigError for settings that have no counterpart in JAX.
     """
-    check_wishes(config)
+    check_supported(config)
     processes, devices = started(config)
     ranks = config.parallel.model_copy(update={"ranks": len(devices)})
     with processes.together("the run cannot start"):

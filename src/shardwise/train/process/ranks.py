@@ -98,7 +98,9 @@ def _refuse_shared_device(ranks: Ranks) -> None:
     schedulers arrange it, no rank can tell alone whether another rank has the same one; two ranks on one device would
     hang in the first collective, or be refused by it."""
     owners: dict[tuple[str, str], int] = {}
-    for rank, (host, identity) in enumerate(ranks.hear((socket.gethostname(), device_tools.identity(ranks.device)))):
+    for rank, (host, identity) in enumerate(
+        ranks.all_gather_object((socket.gethostname(), device_tools.identity(ranks.device)))
+    ):
         if identity is None:
             continue
         owner = owners.setdefault((host, identity), rank)

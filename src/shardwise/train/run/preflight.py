@@ -35,11 +35,11 @@ def check(config: Config, gpus: int) -> Config:
         HubError: a name of a hub has no such files, or they cannot be fetched.
         MeshError: there are more ranks than GPUs, or their number does not fit the strategy.
     """
-    check_wishes(config)
+    check_supported(config)
     return _with_files(config.for_ranks(_ranks(config, gpus)))
 
 
-def check_wishes(config: Config) -> None:
+def check_supported(config: Config) -> None:
     """Raise ConfigError for settings that contradict each other, or need a package that is not installed, so that no
     setting is silently ignored; HubError for an upload without a token."""
     if config.model.dtype == "fp16":

@@ -12,7 +12,7 @@ REMAT = {"none": "none", "full": "full", "selective-ops": "dots", "offload": "of
 _STRATEGIES = ("full_shard", "hybrid_shard", "no_shard")
 
 
-def check_wishes(config: Config) -> None:
+def check_supported(config: Config) -> None:
     """Raise ConfigError for the first setting that `backend = "jax"` does not support."""
     train, parallel = config.train, config.parallel
     found = {

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from shardwise.fsdp.sharded_parameter import ShardedParameter, add_methods
 
-_COUNTER = "_shardwise_put_off"
+_COUNTER = "_shardwise_deferred"
 """Attribute of a parameter without numbers: what counts writes to its memory, and the count now."""
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
 @contextmanager
-def put_off() -> Iterator[None]:
+def defer_init() -> Iterator[None]:
     """A context in which `sw.shard` does not initialise parameters and buffers on the meta device.
 
     Shards are allocated, but their parameters report the meta device until they are written to or `to_empty` is called.
@@ -33,8 +33,8 @@ def put_off() -> Iterator[None]:
         _inside.reset(token)
 
 
-def is_put_off() -> bool:
-    """Whether the caller is inside `put_off`."""
+def is_deferred() -> bool:
+    """Whether the caller is inside `defer_init`."""
     return _inside.get()
 
 
@@ -67,15 +67,15 @@ def _report_meta() -> None:
     add_methods(device=property(device))
 
 
-def blank_(tensor: Tensor) -> Tensor:
+def fill_nan_(tensor: Tensor) -> Tensor:
     """Fill a tensor with NaN, or with zero if its dtype has no NaN, so that a missing initialisation is noticed."""
     return tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)
 
 
 @torch.no_grad()
-def come(module: nn.Module, empty_like: Callable[[Tensor], Tensor]) -> None:
+def materialize_empty(module: nn.Module, empty_like: Callable[[Tensor], Tensor]) -> None:
     """Do `to_empty`: give the meta parameters and buffers of a module and of all modules below it memory, filled by
-    `blank_`. Shards are already allocated and only stop reporting the meta device. Does not communicate."""
+    `fill_nan_`. Shards are already allocated and only stop reporting the meta device. Does not communicate."""
     _give_buffers(module, empty_like)
     for below in module.modules():
         held: dict[str, Any] = below._parameters
@@ -83,12 +83,12 @@ def come(module: nn.Module, empty_like: Callable[[Tensor], Tensor]) -> None:
             if isinstance(parameter, ShardedParameter):
                 parameter.__dict__.pop(_COUNTER, None)
             elif parameter is not None and parameter.is_meta:  # ignored by sw.shard, which knows it as this object
-                real = nn.Parameter(blank_(empty_like(parameter.detach())), requires_grad=parameter.requires_grad)
+                real = nn.Parameter(fill_nan_(empty_like(parameter.detach())), requires_grad=parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, real)
 
 
 def give_buffers(module: nn.Module, device: torch.device) -> None:
-    """Give the meta buffers of a module and of all modules below it memory on `device`, filled by `blank_`; a
+    """Give the meta buffers of a module and of all modules below it memory on `device`, filled by `fill_nan_`; a
     checkpoint will write them. Does not communicate."""
     _give_buffers(module, lambda buffer: torch.empty_like(buffer, device=device))
 
@@ -100,5 +100,5 @@ def _give_buffers(module: nn.Module, empty_like: Callable[[Tensor], Tensor]) -> 
         for name, buffer in below._buffers.items():
             if buffer is not None and buffer.is_meta:
                 if buffer not in made:
-                    made[buffer] = blank_(empty_like(buffer))
+                    made[buffer] = fill_nan_(empty_like(buffer))
                 below._buffers[name] = made[buffer]
