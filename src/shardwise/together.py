@@ -49,11 +49,11 @@ class Together(ABC):
         except Exception as error:
             failure = error
         own = b"" if failure is None else f"{self.rank}\n{str(failure) or type(failure).__name__}".encode()
-        told = self.exchange(own, _of_lowest_rank)
+        received = self.exchange(own, _of_lowest_rank)
         if failure is not None:
             raise failure
-        if told:
-            rank, _, text = told.decode().partition("\n")
+        if received:
+            rank, _, text = received.decode().partition("\n")
             raise PeerError(self._words(int(rank), text))
 
     def _words(self, rank: int, text: str) -> str:
@@ -71,8 +71,8 @@ class Together(ABC):
 
     def from_first(self, own: T) -> T:
         """Return what rank 0 gives, which must be small and picklable."""
-        said: T = pickle.loads(self.exchange(pickle.dumps(own) if self.is_first else b"", lambda a, b: a or b))
-        return said
+        received: T = pickle.loads(self.exchange(pickle.dumps(own) if self.is_first else b"", lambda a, b: a or b))
+        return received
 
     def all_gather_object(self, own: T) -> list[T]:
         """Return one object from every rank, in rank order; small and picklable."""
@@ -80,8 +80,8 @@ class Together(ABC):
         def both(left: bytes, right: bytes) -> bytes:
             return pickle.dumps(pickle.loads(left) | pickle.loads(right))
 
-        said: dict[int, T] = pickle.loads(self.exchange(pickle.dumps({self.rank: own}), both))
-        return [said[rank] for rank in sorted(said)]
+        received: dict[int, T] = pickle.loads(self.exchange(pickle.dumps({self.rank: own}), both))
+        return [received[rank] for rank in sorted(received)]
 
     def any(self, own: bool) -> bool:
         """Return whether `own` is true on any rank."""
@@ -138,4 +138,4 @@ def _of_lowest_rank(left: bytes, right: bytes) -> bytes:
     """Return the message of the lowest rank that failed; empty if neither did."""
     if not left or not right:
         return left or right
-    return min(left, right, key=lambda told: int(told.partition(b"\n")[0]))
+    return min(left, right, key=lambda report: int(report.partition(b"\n")[0]))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.train.run.claim import NAME
+from shardwise.train.run.run_lock import NAME
 from tests.cli.rig import LAUNCHER, Start, _folder, start, steps
 
 __all__ = ["_folder", "start"]  # fixtures

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.train.run.boards import open_boards
 from shardwise.train.run.directory import RunDirectory
+from shardwise.train.run.metric_loggers import open_loggers
 from tests.train.rig import configured
 
 wandb = pytest.importorskip("wandb")
@@ -60,12 +60,12 @@ def test_a_run_and_its_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     directory.begin(config)
     ids = []
     for step in (1, 2):
-        (board,) = open_boards(directory, config)
-        board.add({"train/loss": 2.5 / step}, step)
+        (logger,) = open_loggers(directory, config)
+        logger.add({"train/loss": 2.5 / step}, step)
         ids.append(directory.wandb_id.read_text())
         assert (wandb.run.id, wandb.run.project, wandb.run.name) == (ids[0], "sevens", "tiny")
         assert wandb.run.config["train"]["steps"] == 10
-        board.close()
+        logger.close()
     assert stored(directory) == [{"train/loss": 2.5, "step": 1}, {"train/loss": 1.25, "step": 2}]
     directory.begin(config)  # anew
     assert not directory.wandb_id.exists()

@@ -101,8 +101,8 @@ def _optimizer(found: Inspection) -> list[str]:
     of = f"{counted(kept, 'parameter')}, {format_bytes(found.optimizer_bytes)}"
     lines = [f"{name}: {', '.join(kinds) or 'nothing'} of {of}"]
     for number, group in enumerate(found.optimizer["groups"]):
-        told = [(key, value) for key, value in group.items() if key != "fqns" and value is not None]
-        options = ", ".join(f"{key} {json.dumps(value)}" for key, value in told if value is not False)
+        options_set = [(key, value) for key, value in group.items() if key != "fqns" and value is not None]
+        options = ", ".join(f"{key} {json.dumps(value)}" for key, value in options_set if value is not False)
         lines += _wrapped(f"  group {number}: {counted(len(group['fqns']), 'parameter')}, {options}", 4)
     return lines
 

@@ -149,13 +149,13 @@ class CollectiveLog:
         for _ in self._awaited:
             self._append(LocalEvent.LEFT)
         own = _HEAD.pack(self._hash, self._rank, self._hash, self._rank) + flags
-        told = self._over_all_groups(own, _combine, point)
-        least, lowest, greatest, highest = _HEAD.unpack_from(told)
+        received = self._over_all_groups(own, _combine, point)
+        least, lowest, greatest, highest = _HEAD.unpack_from(received)
         if least != greatest:
             self._explain(point, lowest, highest)
         self._forget()
         self._reason = ""
-        return told[_HEAD.size :]
+        return received[_HEAD.size :]
 
     def is_any(self, flag: bool, point: SyncPoint) -> bool:
         """Return whether the flag is set on any rank. Every rank must call this at the same points."""
@@ -191,7 +191,7 @@ class CollectiveLog:
         """Raise the error that names the first difference between two ranks' logs. Every rank must call this."""
         own = {self._rank: [self._entries, self._reason]} if self._rank in {one, other} else {}
         shown = self._over_all_groups(json.dumps(own).encode(), _merged, point)
-        logs, reasons = ({int(rank): said[i] for rank, said in json.loads(shown).items()} for i in (0, 1))
+        logs, reasons = ({int(rank): sent[i] for rank, sent in json.loads(shown).items()} for i in (0, 1))
         position = next(
             (i for i, pair in enumerate(zip(logs[one], logs[other], strict=False)) if pair[0] != pair[1]),
             min(map(len, logs.values())),

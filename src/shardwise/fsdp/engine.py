@@ -67,7 +67,7 @@ class Forwards(list[tuple[Unit, Any]]):
         return not self
 
     @property
-    def are_around(self) -> bool:
+    def are_nested(self) -> bool:
         """Whether a forward that begins now is inside another one."""
         return bool(self)
 
@@ -255,7 +255,7 @@ class Engine:
     def _enter_forward(self, unit: Unit) -> Place:
         """Unshard the unit and let its modules hold the full parameters."""
         recompute = torch._C._current_graph_task_id() != -1
-        if not recompute and (unit is self.root or not self.forwards.are_around):
+        if not recompute and (unit is self.root or not self.forwards.are_nested):
             self._begin_step(unit)
         if recompute and self._walked and not unit.calls.in_backward:
             newest = self._walked[-1]

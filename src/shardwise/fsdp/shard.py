@@ -206,14 +206,14 @@ def assign_parameters(model: nn.Module, chosen: Sequence[Named], skipped: Collec
     plans: dict[int, UnitPlan] = {id(model): UnitPlan("", model, ())}
     users: dict[int, list[_Use]] = {}
     wanted = {id(module) for _, module in chosen}
-    for fqn, module, around in _walk("", model, (), wanted, plans):
+    for fqn, module, enclosing in _walk("", model, (), wanted, plans):
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in skipped:
                 path = f"{fqn}.{name}" if fqn else name
-                users.setdefault(id(parameter), []).append(_Use(path, parameter, Site(module, name), around))
+                users.setdefault(id(parameter), []).append(_Use(path, parameter, Site(module, name), enclosing))
     for uses in users.values():
         sites = {(id(use.site.module), use.site.name): use.site for use in uses}
-        owner = _common([use.around for use in uses])
+        owner = _common([use.enclosing for use in uses])
         owner.parameters.append((uses[0].fqn, uses[0].parameter, tuple(sites.values())))
     kept = [plan for plan in plans.values() if plan.parameters or plan.module is model]
     for plan in kept:
@@ -222,25 +222,25 @@ def assign_parameters(model: nn.Module, chosen: Sequence[Named], skipped: Collec
 
 
 class _Use(NamedTuple):
-    """A place in the module tree that holds a parameter, and the units around it, outermost first."""
+    """A place in the module tree that holds a parameter, and the units enclosing it, outermost first."""
 
     fqn: str
     parameter: nn.Parameter
     site: Site
-    around: tuple[UnitPlan, ...]
+    enclosing: tuple[UnitPlan, ...]
 
 
 def _walk(
-    fqn: str, module: nn.Module, around: tuple[UnitPlan, ...], wanted: set[int], plans: dict[int, UnitPlan]
+    fqn: str, module: nn.Module, enclosing: tuple[UnitPlan, ...], wanted: set[int], plans: dict[int, UnitPlan]
 ) -> Iterator[tuple[str, nn.Module, tuple[UnitPlan, ...]]]:
-    """Yield every place of every module, with the units around it. Adds a plan when a wanted module is first met."""
+    """Yield every place of every module, with the units enclosing it. Adds a plan when a wanted module is first met."""
     if id(module) in wanted and id(module) not in plans:
-        plans[id(module)] = UnitPlan(fqn, module, around)
-    if id(module) in plans and plans[id(module)] not in around:
-        around = (*around, plans[id(module)])
-    yield fqn, module, around
+        plans[id(module)] = UnitPlan(fqn, module, enclosing)
+    if id(module) in plans and plans[id(module)] not in enclosing:
+        enclosing = (*enclosing, plans[id(module)])
+    yield fqn, module, enclosing
     for name, child in module.named_children():
-        yield from _walk(f"{fqn}.{name}" if fqn else name, child, around, wanted, plans)
+        yield from _walk(f"{fqn}.{name}" if fqn else name, child, enclosing, wanted, plans)
 
 
 def _common(chains: Sequence[tuple[UnitPlan, ...]]) -> UnitPlan:

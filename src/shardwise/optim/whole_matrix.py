@@ -23,7 +23,7 @@ from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.mesh import Mesh
 from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter, same_cut
 from shardwise.fsdp.unit import Unit
-from shardwise.optim.matrices.hidden import Hidden, NamedParamGroup, hidden_matrices, named_groups
+from shardwise.optim.matrices.hidden_matrices import Hidden, NamedParamGroup, hidden_matrices, named_groups
 from shardwise.optim.matrices.lane import AHEAD, Arrivals
 from shardwise.optim.matrices.owned_state import OwnedState
 from shardwise.optim.matrices.ownership import Balance, Cost, OwnerRank, product_cost
@@ -53,7 +53,7 @@ def whole_matrix(
         adamw: options of `torch.optim.AdamW`.
         hidden: tells from fqn and parameter which parameters are hidden matrices. By default, those of 2 dimensions
             that are neither an embedding (`nn.Embedding`, or tied to one) nor a head (as many rows as an embedding, or
-            a module with a name in `optim.matrices.hidden.HEADS`).
+            a module with a name in `optim.matrices.hidden_matrices.HEADS`).
         cost: cost of a step on a matrix of a given shape, by which matrices are spread over ranks. Default: the cost of
             matrix products.
         options: options of `kind`: lr, weight_decay, ...

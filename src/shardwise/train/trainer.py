@@ -47,10 +47,10 @@ from shardwise.train.output.sample import sample_text
 from shardwise.train.process.interruption import Interrupted, Interruption
 from shardwise.train.process.ranks import Ranks, started
 from shardwise.train.run.checkpoints import Resumed, why_finished
-from shardwise.train.run.claim import claimed
 from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.metrics import MetricsWriter, StepMetrics, open_writer
 from shardwise.train.run.preflight import check_supported
+from shardwise.train.run.run_lock import claimed
 
 _IN_FORM = {
     Form.WHOLE: "",

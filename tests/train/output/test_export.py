@@ -15,8 +15,8 @@ from shardwise.train.data.tokenizer import ByteTokenizer
 from shardwise.train.output import export as export_module
 from shardwise.train.output.export import write_model
 from shardwise.train.process.ranks import started
-from shardwise.train.run.claim import claimed
 from shardwise.train.run.directory import RunDirectory
+from shardwise.train.run.run_lock import claimed
 from tests.ranks import RankPools
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

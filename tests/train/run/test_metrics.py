@@ -53,7 +53,7 @@ def test_steps_reach_the_disk_every_so_often(tmp_path: Path) -> None:
 
 
 class Kept(list[tuple[int, dict[str, float]]]):
-    """A board that keeps what it is given."""
+    """A logger that keeps what it is given."""
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         self.append((step, dict(values)))
@@ -63,8 +63,8 @@ class Kept(list[tuple[int, dict[str, float]]]):
 
 
 def test_other_logs_get_what_was_measured(tmp_path: Path) -> None:
-    boards = [Kept(), Kept()]
-    with MetricsWriter(tmp_path / "m.jsonl", tmp_path / "e.jsonl", 1, boards) as writer:
+    loggers = [Kept(), Kept()]
+    with MetricsWriter(tmp_path / "m.jsonl", tmp_path / "e.jsonl", 1, loggers) as writer:
         writer.step(metrics(1))
         writer.step(replace(metrics(2), grad_norm=None))
         writer.evaluation(2, 3.25, 999)
@@ -73,4 +73,4 @@ def test_other_logs_get_what_was_measured(tmp_path: Path) -> None:
         "train/step_time_s": 2.0, "memory/param_shards": 100, "memory/optimizer": 200,
     }  # fmt: skip
     second = {name: value for name, value in first.items() if name != "train/grad_norm"}
-    assert boards == [[(1, first), (2, second), (2, {"eval/loss": 3.25}), (-1, {})]] * 2
+    assert loggers == [[(1, first), (2, second), (2, {"eval/loss": 3.25}), (-1, {})]] * 2

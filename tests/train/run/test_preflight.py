@@ -14,9 +14,9 @@ from shardwise.train.config.files import load
 from shardwise.train.data.sources import find_files, read_documents
 from shardwise.train.data.tokenizer import load_tokenizer
 from shardwise.train.run import preflight
-from shardwise.train.run.claim import claimed
 from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.preflight import check, check_devices, check_devices_of_rank
+from shardwise.train.run.run_lock import claimed
 from tests.unprivileged import open_directory, unprivileged
 
 

@@ -95,10 +95,10 @@ def _lost_a_peer(error: BaseException) -> bool:
 
 
 def _is_of_a_peer(error: BaseException) -> bool:
-    said, kind = str(error).lower(), type(error).__name__  # torch is not imported here
+    text, kind = str(error).lower(), type(error).__name__  # torch is not imported here
     if isinstance(error, PeerError | CollectiveTimeout | ConnectionError) or kind in _STORE_ERRORS:
         return True
-    return any(words in said for words in (_NCCL_LOST_A_PEER if kind == "DistBackendError" else _PEER_IS_GONE))
+    return any(words in text for words in (_NCCL_LOST_A_PEER if kind == "DistBackendError" else _PEER_IS_GONE))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -166,9 +166,9 @@ class ExtendedGroup(Group):
 def _holder(leaf: nn.Parameter, came: Tensor, fqn: str) -> tuple[Tensor, bool]:
     """Return the tensor whose memory holds the leaf's numbers, and whether that is other memory than `came`'s."""
     names = leaf.__tensor_flatten__()[0] if hasattr(leaf, "__tensor_flatten__") else []
-    around = [inner for inner in (getattr(leaf, name) for name in names) if storage_key(inner) == storage_key(came)]
-    if len(around) == 1:
-        return around[0], False
+    wrapped = [inner for inner in (getattr(leaf, name) for name in names) if storage_key(inner) == storage_key(came)]
+    if len(wrapped) == 1:
+        return wrapped[0], False
     if type(leaf) is not nn.Parameter or leaf.shape != came.shape:
         raise LayoutError(
             f"fsdp_post_all_gather of {fqn!r} returned a {type(leaf).__name__} of shape {tuple(leaf.shape)} with "

@@ -33,7 +33,7 @@ class InterruptibleForwards(Forwards):
         return not self or not _is_running(self[0][1])
 
     @property
-    def are_around(self) -> bool:
+    def are_nested(self) -> bool:
         """Whether a forward that begins now is inside another one. Looks first for the innermost one's caller, which is
         only a few frames away unless it was interrupted."""
         return bool(self) and (_is_below(self[-1][1], sys._getframe(1)) or not self.are_over)

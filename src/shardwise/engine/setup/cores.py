@@ -15,7 +15,7 @@ def share_cores(mesh: Mesh) -> None:
     if mesh.is_dry:
         return
     host = socket.gethostname()
-    told = OverGroups((mesh.shard, mesh.replicate)).all_gather_object(
+    received = OverGroups((mesh.shard, mesh.replicate)).all_gather_object(
         (host, os.getpid(), sorted(host_threads.available_cores()))
     )
-    host_threads.share_with({f"{where}/{pid}": cores for where, pid, cores in told if where == host})
+    host_threads.share_with({f"{where}/{pid}": cores for where, pid, cores in received if where == host})

@@ -43,7 +43,7 @@ class OffloadedGroups(PlainGroups):
         made: Group = offloaded(Group, stores)(originals, dtypes, engine.mesh.shard, engine.align, gradients_in(stores))
         return made
 
-    def around(self, materialise: Materialiser) -> Materialiser:
+    def wrap(self, materialise: Materialiser) -> Materialiser:
         """Return a materialiser that also allocates space for what is offloaded."""
 
         def run(model: nn.Module, units: Sequence[Planned], engine: Engine) -> None:

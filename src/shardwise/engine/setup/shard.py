@@ -147,7 +147,7 @@ def _seams(
         from shardwise.engine.setup.offloading import OffloadedGroups
 
         offloaded = OffloadedGroups(offload, precision)
-        seams.materialise = offloaded.around(seams.materialise)
+        seams.materialise = offloaded.wrap(seams.materialise)
     if any(hasattr(parameter, "fsdp_pre_all_gather") for parameter in model.parameters()):
         from shardwise.engine.setup.group_kinds import ExtendedGroups
 

@@ -20,7 +20,7 @@ from shardwise.suggest import did_you_mean, nearest_path
 from shardwise.train.build.lora import add_adapter
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import LoraConfig, ModelConfig
-from shardwise.train.data.early import check_fits
+from shardwise.train.data.data_checks import check_fits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

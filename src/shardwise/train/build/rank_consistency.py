@@ -28,9 +28,9 @@ def check(config: Config, data: Datasets, ranks: Ranks) -> None:
     Raises:
         ConfigError: a rank's data or keys differ from rank 0's; the message names both. Raised on every rank.
     """
-    told = ranks.all_gather_object((shared_keys(config), str(data)))
-    keys, rows = told[0]
-    for rank, (other_keys, other_rows) in enumerate(told):
+    received = ranks.all_gather_object((shared_keys(config), str(data)))
+    keys, rows = received[0]
+    for rank, (other_keys, other_rows) in enumerate(received):
         check_equal(keys, other_keys, rank)
         if other_rows != rows:
             raise ConfigError(

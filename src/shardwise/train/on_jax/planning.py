@@ -104,8 +104,8 @@ def _compiled(request: Mapping[str, Any]) -> dict[str, Any]:
     parameters = sum(
         math.prod(leaf.shape) for leaf in jax.tree.leaves(parts_of(swj.init(build, mesh).abstract()).params)
     )
-    told = [{**row.to_dict(), "tables": f"{row.memory}\n\n{row.collectives}"} for row in rows]
-    return {"parameters": parameters, "platform": devices[0].platform, "rows": told}
+    rows_with_tables = [{**row.to_dict(), "tables": f"{row.memory}\n\n{row.collectives}"} for row in rows]
+    return {"parameters": parameters, "platform": devices[0].platform, "rows": rows_with_tables}
 
 
 def _devices(kind: str, count: int) -> list[Any]:

@@ -43,9 +43,9 @@ from shardwise.train.output.push import push_final
 from shardwise.train.process.interruption import Interrupted, Interruption
 from shardwise.train.run import preflight
 from shardwise.train.run.checkpoints import Resumed, why_finished
-from shardwise.train.run.claim import claimed
 from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.metrics import MetricsWriter, StepMetrics, open_writer
+from shardwise.train.run.run_lock import claimed
 from shardwise.train.run.sample import TEMPERATURE, Sample, lengths
 
 

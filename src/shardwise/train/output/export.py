@@ -18,8 +18,8 @@ from shardwise.model_tools.merging import merge_adapter
 from shardwise.modules.adapters import adapter_config, adapter_names
 from shardwise.train.data.tokenizer import Tokenizer, files_of
 from shardwise.train.process.ranks import Ranks
-from shardwise.train.run.claim import NAME
 from shardwise.train.run.directory import RunDirectory
+from shardwise.train.run.run_lock import NAME
 
 
 class Form(enum.Enum):

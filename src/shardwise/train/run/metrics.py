@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from shardwise.train.config.schema import Config
-from shardwise.train.run.boards import Board, open_boards
 from shardwise.train.run.directory import RunDirectory
+from shardwise.train.run.metric_loggers import MetricLogger, open_loggers
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,18 @@ _SHOWN = ("loss", "lr", "grad_norm", "tokens_per_s", "step_time_s")
 class MetricsWriter:
     """Writes the metrics of steps and evaluations. Used on rank 0 only."""
 
-    def __init__(self, metrics: Path, evaluations: Path, flush_every: int, boards: Sequence[Board] = ()) -> None:
+    def __init__(
+        self, metrics: Path, evaluations: Path, flush_every: int, loggers: Sequence[MetricLogger] = ()
+    ) -> None:
         """
         Args:
             metrics: the file for steps, which is appended to.
             evaluations: the file for evaluations, which is appended to.
             flush_every: number of steps between flushes of the file for steps.
-            boards: other logs, which are closed with the files.
+            loggers: other logs, which are closed with the files.
         """
         self._flush_every = flush_every
-        self._boards = boards
+        self._loggers = loggers
         self._steps: IO[str] = metrics.open("a", encoding="utf-8")
         self._evaluations: IO[str] = evaluations.open("a", encoding="utf-8")
 
@@ -64,7 +66,7 @@ class MetricsWriter:
         self._steps.write(json.dumps(row) + "\n")
         if metrics.step % self._flush_every == 0:
             self._steps.flush()
-        if self._boards:
+        if self._loggers:
             shown = {f"train/{name}": getattr(metrics, name) for name in _SHOWN}
             shown |= {f"memory/{kind}": size for kind, size in metrics.memory.items()}
             self._add({name: value for name, value in shown.items() if value is not None}, metrics.step)
@@ -76,8 +78,8 @@ class MetricsWriter:
         self._add({"eval/loss": loss}, step)
 
     def _add(self, values: Mapping[str, float], step: int) -> None:
-        for board in self._boards:
-            board.add(values, step)
+        for logger in self._loggers:
+            logger.add(values, step)
 
     def flush(self) -> None:
         """Pass all steps written so far to the operating system."""
@@ -87,8 +89,8 @@ class MetricsWriter:
         """Close all files."""
         self._steps.close()
         self._evaluations.close()
-        for board in self._boards:
-            board.close()
+        for logger in self._loggers:
+            logger.close()
 
     def __enter__(self) -> Self:
         return self
@@ -113,4 +115,4 @@ def open_writer(directory: RunDirectory, config: Config, first_step: int, say: C
     """
     if directory.begin(config, first_step):
         say(f"{directory.path} held a run that had not finished: it starts again from the beginning")
-    return MetricsWriter(directory.metrics, directory.evaluations, config.log.every, open_boards(directory, config))
+    return MetricsWriter(directory.metrics, directory.evaluations, config.log.every, open_loggers(directory, config))

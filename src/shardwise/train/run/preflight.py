@@ -12,7 +12,7 @@ from shardwise.plan.hardware.devices import find_device
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import Config
-from shardwise.train.data.early import check_data, check_model
+from shardwise.train.data.data_checks import check_data, check_model
 from shardwise.train.data.model_files import settled
 
 DEFAULT_CPU_RANKS = 2

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.optim.matrices.hidden import hidden_matrices, named_groups
+from shardwise.optim.matrices.hidden_matrices import hidden_matrices, named_groups
 
 
 class Model(nn.Module):

@@ -12,7 +12,7 @@ from shardwise.train.config.schema import Config
 from shardwise.train.run.directory import RunDirectory
 
 
-class Board(Protocol):
+class MetricLogger(Protocol):
     """A log of numbers, by name and step. Used on rank 0 only."""
 
     def add(self, values: Mapping[str, float], step: int) -> None:
@@ -22,14 +22,14 @@ class Board(Protocol):
         """Write what is left, and close all files."""
 
 
-def open_boards(directory: RunDirectory, config: Config) -> list[Board]:
+def open_loggers(directory: RunDirectory, config: Config) -> list[MetricLogger]:
     """Open the logs that the configuration asks for. Raises UserError if one is not installed or cannot be opened."""
-    boards: list[Board] = []
+    loggers: list[MetricLogger] = []
     if config.log.tensorboard:
-        boards.append(TensorBoard(directory.tensorboard))
+        loggers.append(TensorBoard(directory.tensorboard))
     if config.log.wandb is not None:
-        boards.append(WeightsAndBiases(config.log.wandb, directory, config))
-    return boards
+        loggers.append(WeightsAndBiases(config.log.wandb, directory, config))
+    return loggers
 
 
 class TensorBoard:
@@ -44,12 +44,12 @@ class TensorBoard:
         self._writer = SummaryWriter(str(path))
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        """See `Board`."""
+        """See `MetricLogger`."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """See `Board`."""
+        """See `MetricLogger`."""
         self._writer.close()
 
 
@@ -86,11 +86,11 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        """See `Board`."""
+        """See `MetricLogger`."""
         self._run.log({**values, "step": step})
 
     def close(self) -> None:
-        """See `Board`."""
+        """See `MetricLogger`."""
         self._run.finish()
 
 

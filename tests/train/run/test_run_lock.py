@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.run.claim import NAME, claimed
+from shardwise.train.run.run_lock import NAME, claimed
 
 RUN = Path("runs/tiny")
 HOLD = """
 import sys
 from pathlib import Path
-from shardwise.train.run.claim import claimed
+from shardwise.train.run.run_lock import claimed
 with claimed(Path(sys.argv[1]), print):
     print("held", flush=True)
     sys.stdin.read()

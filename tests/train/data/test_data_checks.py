@@ -10,8 +10,8 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.train.config.schema import DataConfig, ModelConfig
-from shardwise.train.data import early
-from shardwise.train.data.early import check_data, check_model
+from shardwise.train.data import data_checks
+from shardwise.train.data.data_checks import check_data, check_model
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +55,8 @@ def test_mistakes(name: str, text: str | None, options: dict[str, Any], words: s
 )
 def test_the_first_row_of_a_large_table(name: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Path(name).write_text(head + "x\n" * 100)
-    monkeypatch.setattr(early, "SMALL_BYTES", 64)
-    monkeypatch.setattr(early, "read_documents", lambda *_: pytest.fail("it is not read whole"))
+    monkeypatch.setattr(data_checks, "SMALL_BYTES", 64)
+    monkeypatch.setattr(data_checks, "read_documents", lambda *_: pytest.fail("it is not read whole"))
     with pytest.raises(ConfigError, match=f"{name}:1: a row needs text"):
         check_data(DataConfig(source=name))
     check_data(DataConfig(source=name, format="parquet"))
