@@ -82,7 +82,7 @@ def generate(
     with peers.together():
         generator = Generator(model, tokenizer, options, seed)
         batches = generator.batches(inputs, batch_size)
-    rounds = max(peers.hear(len(batches)))
+    rounds = max(peers.all_gather_object(len(batches)))
     answers: list[Answer] = []
     with generator.evaluating():
         for number in range(rounds):

@@ -102,7 +102,7 @@ def _answer_to_file(request: Request, path: Path, generator: Generator, ranks: R
         for start in range(first, len(batches), ranks.world_size):
             own = start + ranks.rank
             answers = _answered(generator, batches[own] if own < len(batches) else None, own, meter.streamer)
-            told = ranks.hear([(one.prompt, one.text, one.finish_reason, len(one.ids)) for one in answers])
+            told = ranks.all_gather_object([(one.prompt, one.text, one.finish_reason, len(one.ids)) for one in answers])
             with ranks.together():
                 if ranks.is_first:
                     said = [one for of_rank in told for one in of_rank]
