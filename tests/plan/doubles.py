@@ -74,7 +74,7 @@ class Formula:
     def recording(self) -> Any:
         """What bounds need of one: parameters in the compute dtype."""
         return SimpleNamespace(
-            facts=SimpleNamespace(unit_bytes={"": 16 * GIB}, layers=32, unused=0, package_kernels="")
+            facts=SimpleNamespace(unit_bytes={"": 16 * GIB}, layers=32, unused=0, smaller_units=(), package_kernels="")
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,11 @@ import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.fsdp.strategy import Precision
 from shardwise.plan import planner
+from shardwise.plan.dry_run.job import Job
 from shardwise.plan.hardware.devices import Figure, find_device
 from shardwise.plan.report.rendering import page_html, table_text
 from shardwise.plan.search.advice import MOST
+from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import needed_bytes
 from shardwise.plan.search.search import Question
 
@@ -28,6 +31,8 @@ DEEP: dict[str, Any] = {
     **WIDE, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 320,
 }  # fmt: skip
 """25 M parameters, none larger than a ring's least buffer."""
+TWO_LARGE: dict[str, Any] = {**DEEP, "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 2}
+"""Two layers of 42 M parameters, of which attention has 17 M."""
 BF16 = Precision.of("bf16")
 ALONE = {"gpus_per_node": 1, "precision": BF16, "micro_batch": 1, "activation_checkpointing": "full"}
 
@@ -106,6 +111,36 @@ def test_a_strategy_that_was_asked_for_may_be_the_trouble() -> None:
     enough = needs(DEEP, **{**given, "strategy": "full_shard"}) + MIB
     _, advice = advised(DEEP, enough, **given)
     assert (advice[0]["flags"], advice[0]["keys"]) == ("--strategy full_shard", "parallel.strategy=full_shard")
+
+
+@pytest.mark.slow
+def test_smaller_units_are_an_answer_where_one_unit_is_the_trouble() -> None:
+    """Two layers that 64 ranks share: the slots take nearly everything, and a linear layer is smaller than both."""
+    given = {"strategy": "full_shard", "gpus_per_node": 8, "nodes": 8, "seq_len": 16, "slots": 2, "loss": "chunked"}
+    names = ["Linear", "LlamaDecoderLayer"]
+    enough = needs(TWO_LARGE, **{**given, "units": names, "slots": 3}) + MIB
+    assert needs(TWO_LARGE, **given) > enough + 16 * MIB
+    _, advice = advised(TWO_LARGE, enough, **given)
+    assert advice[0]["flags"] == "--units Linear,LlamaDecoderLayer --slots 3"
+    assert shlex.split(advice[0]["keys"]) == ['parallel.units=["Linear","LlamaDecoderLayer"]', "parallel.slots=3"]
+    assert advice[0]["forecast"]["job"]["units"] == names
+    assert advice[0]["forecast"]["tokens_per_s_per_gpu"] > 0
+
+
+def test_where_slots_of_one_module_do_not_fit_nothing_else_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Job] = []
+    whole = Evaluator.whole
+    monkeypatch.setattr(Evaluator, "whole", lambda self, job: (asked.append(job), whole(self, job))[1])
+    given = {"strategy": "full_shard", "gpus_per_node": 8, "nodes": 8, "seq_len": 16, "slots": 2, "loss": "chunked"}
+    model = {**TWO_LARGE, "model_type": "mixtral", "num_local_experts": 8, "num_key_value_heads": 4}
+    forecast = sw.plan.forecast(model, **{**ALONE, **given})
+    slots = forecast.memory["gathered_slots"] + forecast.memory["reduce_slots"]
+    answer, advice = advised(model, slots - MIB, **given)
+    assert advice == []
+    assert {job.world_size for job in asked} == {64}
+    assert not any(job.offload or job.optimizer_in_backward for job in asked)
+    with pytest.raises(PlanError, match=r"the trouble is one unit, .* split its largest module"):
+        answer.check_fits()
 
 
 def test_beside_adapters_the_base_takes_fewer_bits() -> None:

@@ -43,6 +43,7 @@ from shardwise.plan.dry_run.gpu_kernels import device_kernels, full_sequences, p
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Recorder
 from shardwise.plan.dry_run.recording import Facts, Recording, StepPhase
+from shardwise.plan.dry_run.smaller_units import smaller_units
 from shardwise.plan.dry_run.traced_collectives import traced_mesh
 from shardwise.plan.dry_run.traced_copies import TracedCopies
 from shardwise.policy.settings import SHARD
@@ -114,10 +115,13 @@ class _DryRun:
         self.job = job
         self.recorder = recorder
         self.feed = TrainingForward(model, job)
+        units = _units(job, model)
+        # Adapters of a plan have classes of their own, which the user's model does not have.
+        self.smaller_units = smaller_units(model, units) if job.lora is None else []
         arguments = {name: getattr(job, name) for name in SHARD}
         arguments |= {
             "mesh": traced_mesh(recorder, rank, job),
-            "units": _units(job, model),
+            "units": units,
             "offload": None,  # `plan.offload` adds its memory and its copies
             "align": AdamW8bit.BLOCK_NUMEL if job.optimizer == "adamw-8bit" else None,
         }
@@ -181,6 +185,7 @@ class _DryRun:
             unit_trained_bytes={unit.fqn: _trained_bytes(unit) for unit in units},
             kept_bytes=self._kept(args, kwargs),
             unused=self.unused,
+            smaller_units=self.smaller_units,
         )
 
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from shardwise.errors import UserError
 from shardwise.fsdp.strategy import LEAST_SLOTS, Strategy
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.search.exploration import Outcome, judge, largest_micro_batch, needed_bytes
+from shardwise.plan.search.exploration import (
+    Outcome,
+    available_bytes,
+    judge,
+    largest_micro_batch,
+    needed_bytes,
+)
 from shardwise.plan.search.processes import Forecasters
 from shardwise.plan.search.search import Effort, Question, space_of
 from shardwise.plan.search.sweeps import least_job
@@ -22,6 +29,8 @@ _SAVES = 0.99
 _FORECAST_NUMEL = {"adamw-bf16": 2**33, "adamw-8bit": 2**31}
 """Optimizers with fewer bits of state, and the most elements of a rank for which they are proposed. They run dozens of
 kernels for every few million elements, so that for more a forecast would take too long."""
+_UNITS_SHARE = 0.1
+"""Smaller units are proposed where slots take at least this part of the memory."""
 _A_NODE = 8
 """GPUs of a node that are added before nodes are."""
 _TIMES = 3
@@ -79,22 +88,17 @@ def advise(question: Question, nearest: Job, forecasters: Forecasters) -> list[A
     least = None if question.compare else asked.least([])
     if least is None:
         return []
-    for kind in _kinds(asked.question, least):
-        best: tuple[Change, Forecast] | None = None
-        for change in kind:
-            together = asked.least([*saving, change])
-            if together is None:
-                continue
-            if asked.fits(together):
-                found.append(asked.answer(asked.fewest(saving, change)))
-                best = None
-                break
-            if needed_bytes(together) > _SAVES * needed_bytes(least):
-                break  # more of the same saves hardly more
-            if best is None or needed_bytes(together) < needed_bytes(best[1]):
-                best = change, together
-        if best is not None:
-            saving, least = [*saving, best[0]], best[1]
+    for makes_slots_smaller, kind in _kinds(asked.question, least):
+        if not makes_slots_smaller and _slots_bytes(least) > available_bytes(least, question.budget_bytes):
+            break
+        tried = asked.mildest(kind, saving, least)
+        if tried is None:
+            continue
+        change, together = tried
+        if asked.fits(together):
+            found.append(asked.answer(asked.fewest(saving, change)))
+        else:
+            saving, least = [*saving, change], together
         if len(found) == MOST:
             break
     return found
@@ -121,6 +125,28 @@ class _Asked:
     def fits(self, forecast: Forecast | None) -> bool:
         """Whether there is a forecast and it fits."""
         return forecast is not None and judge(forecast, self.question.budget_bytes).outcome is Outcome.FITS
+
+    def mildest(self, kind: list[Change], saving: list[Change], least: Forecast) -> tuple[Change, Forecast] | None:
+        """Return the first change of a kind that suffices together with others, or else the one that saves most, and
+        the forecast with it; None if no change saves anything.
+
+        Args:
+            kind: those that save least first.
+            saving: the others.
+            least: the forecast with the others alone.
+        """
+        best: tuple[Change, Forecast] | None = None
+        for change in kind:
+            together = self.least([*saving, change])
+            if together is None:
+                continue
+            if self.fits(together):
+                return change, together
+            if needed_bytes(together) > _SAVES * needed_bytes(least):
+                break  # more of the same saves hardly more
+            if best is None or needed_bytes(together) < needed_bytes(best[1]):
+                best = change, together
+        return best
 
     def fewest(self, saving: list[Change], change: Change) -> list[Change]:
         """Return a change that fits together with some others, without those of them that it does not need; it does
@@ -165,13 +191,28 @@ def _pinned(question: Question, nearest: Job) -> Question:
 # The ladder -----------------------------------------------------------------------------------------------------------
 
 
-def _kinds(question: Question, least: Forecast) -> Iterator[list[Change]]:
-    """Yield the kinds of changes, those that cost least first; of each kind, those that save least first.
+def _kinds(question: Question, least: Forecast) -> Iterator[tuple[bool, list[Change]]]:
+    """Yield the kinds of changes, those that cost least first; of each kind, those that save least first. With each,
+    whether it or one after it makes slots smaller: if slots alone do not fit, no others help.
 
     Args:
         question: the question.
         least: its forecast that needs the least memory.
     """
+    yield from ((True, kind) for kind in _leaner(question, least))
+    yield from ((False, kind) for kind in _further(least))
+
+
+def _slots_bytes(forecast: Forecast) -> int:
+    """Return the bytes of what is gathered and of what is reduced at a time; of a strategy that keeps all parameters
+    gathered, only the latter."""
+    again = forecast.job.strategy.reshards_after_forward
+    kinds = ["gathered_slots", "reduce_slots"] if again else ["reduce_slots"]
+    return sum(forecast.memory.get(kind, 0) for kind in kinds)
+
+
+def _leaner(question: Question, least: Forecast) -> Iterator[list[Change]]:
+    """Yield kinds of changes of how a step is computed."""
     job = least.job
     if job.loss == "model":
         yield [_change(f"--loss {loss}", "", loss=loss) for loss in ("fused", "chunked")]
@@ -185,6 +226,13 @@ def _kinds(question: Question, least: Forecast) -> Iterator[list[Change]]:
         yield [_change("--strategy full_shard", "parallel.strategy=full_shard", **full)]
     if job.slots > LEAST_SLOTS:
         yield [_change(f"--slots {LEAST_SLOTS}", f"parallel.slots={LEAST_SLOTS}", slots=LEAST_SLOTS)]
+    if _slots_bytes(least) >= _UNITS_SHARE * needed_bytes(least):
+        yield [_units(names, slots) for names, slots in least.recording.facts.smaller_units]
+
+
+def _further(least: Forecast) -> Iterator[list[Change]]:
+    """Yield kinds of changes of when the optimizer steps, of what it keeps and where, of ranks and of sequences."""
+    job = least.job
     if not job.optimizer_in_backward:
         keys = "train.optimizer_in_backward=true train.clip=0"
         yield [_change("--optimizer-in-backward", keys, optimizer_in_backward=True)]
@@ -218,6 +266,15 @@ def _smaller_micro_batches(question: Question, job: Job) -> Iterator[Change]:
             flags = "".join(f" --accumulation {count}" for count in accumulation.values())
             keys = f"train.micro_batch={size} train.global_batch={steps * size * job.world_size}"
             yield _change(f"--micro-batch {size}{flags}", keys, micro_batch=size, **accumulation)
+
+
+def _units(names: Sequence[str], slots: int) -> Change:
+    """Return the change to units of these classes, and to the slots that they need if they are nested."""
+    listed = json.dumps(list(names), separators=(",", ":"))
+    flags, keys = f"--units {','.join(names)}", f"parallel.units='{listed}'"
+    if slots == LEAST_SLOTS:
+        return _change(flags, keys, units=frozenset(names))
+    return _change(f"{flags} --slots {slots}", f"{keys} parallel.slots={slots}", units=frozenset(names), slots=slots)
 
 
 def _more_recomputation(job: Job) -> tuple[str, ...]:

@@ -197,11 +197,13 @@ def _too_large_unit(forecast: Forecast, has_bytes: int) -> str | None:
     gathered, reduced = (forecast.memory.get(kind, 0) for kind in ("gathered_slots", "reduce_slots"))
     if not forecast.job.strategy.reshards_after_forward or gathered + reduced <= has_bytes:
         return None
-    sizes = forecast.recording.facts.unit_bytes
+    facts = forecast.recording.facts
+    sizes = facts.unit_bytes
+    smaller = "use smaller --units" if facts.smaller_units else "split its largest module (no --units make it smaller)"
     return (
         f"the trouble is one unit, {max(sizes, key=sizes.__getitem__) or 'the root'}: slots of its size take "
         f"{gib(gathered)} GiB to gather and {gib(reduced)} GiB to reduce on any number of GPUs; reduce in fewer "
-        "bits (--precision bf16/bf16/fp32), use smaller --units where its modules allow, or a GPU with more memory"
+        f"bits (--precision bf16/bf16/fp32), {smaller}, or use a GPU with more memory"
     )
 
 
