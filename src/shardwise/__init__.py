@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from shardwise.fsdp.sharded_parameter import ShardedParameter
     from shardwise.fsdp.strategy import Precision, Strategy
     from shardwise.generation.generate import generate
-    from shardwise.model_tools.by_hand import reshard, unshard
     from shardwise.model_tools.describe import describe
+    from shardwise.model_tools.manual_unshard import reshard, unshard
     from shardwise.model_tools.memory import memory
     from shardwise.model_tools.reduction import no_sync
     from shardwise.model_tools.release import release
@@ -48,10 +48,10 @@ _MODULES = {
     "optimizer_in_backward": "optim.in_backward",
     "register_forward_method": "engine.setup.forward_methods",
     "release": "model_tools.release",
-    "reshard": "model_tools.by_hand",
+    "reshard": "model_tools.manual_unshard",
     "shard": "engine.setup.shard",
     "stream_weights": "checkpoint.streaming",
-    "unshard": "model_tools.by_hand",
+    "unshard": "model_tools.manual_unshard",
     "unsharded": "model_tools.unsharded",
 }
 

@@ -35,7 +35,7 @@ from shardwise.fsdp.modules import hide_from_dynamo
 from shardwise.fsdp.shard import anywhere
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.fsdp.strategy import Precision
-from shardwise.model_tools.by_hand import reshard, unshard
+from shardwise.model_tools.manual_unshard import reshard, unshard
 from shardwise.model_tools.reduction import (
     divide_gradients,
     hook_gradients,

@@ -40,7 +40,7 @@ class SyncPoint(enum.IntEnum):
 
     FORWARD_END = 1
     BACKWARD_END = 2
-    BY_HAND = 3
+    UNSHARD = 3
     UNIT_REDUCED = 4
     ROUND_OF_GENERATE = 5
     """Ranks only tell each other whether they have finished."""
@@ -61,7 +61,7 @@ class LocalEvent(enum.IntEnum):
 _WORDS = {
     SyncPoint.FORWARD_END: "the end of an outermost forward",
     SyncPoint.BACKWARD_END: "the end of a backward",
-    SyncPoint.BY_HAND: "the end of sw.unshard",
+    SyncPoint.UNSHARD: "the end of sw.unshard",
     SyncPoint.UNIT_REDUCED: "a unit's step in backward",
     SyncPoint.ROUND_OF_GENERATE: "a round of generate",
     SyncPoint.SAVE: "sw.checkpoint.save",

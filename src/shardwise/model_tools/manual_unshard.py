@@ -71,7 +71,7 @@ def _hold(engine: Engine, units: Sequence[Unit]) -> None:
     if engine.forwards.are_over:  # else ranks agree when the outermost forward is over
         engine.unsharder.settle()
         if engine.log.has_news:
-            engine.log.agree(SyncPoint.BY_HAND)
+            engine.log.agree(SyncPoint.UNSHARD)
 
 
 def _give_back(engine: Engine, units: Sequence[Unit]) -> str | None:
