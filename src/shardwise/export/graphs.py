@@ -71,7 +71,7 @@ def export(model: Any, inputs: Inputs, generates: bool, opset: int) -> Export:
 
     Raises UserError if neither exporter can.
     """
-    with _quietly():
+    with quietly():
         try:
             return _by_transformers(model, inputs, generates, opset)
         except Exception as error:  # whatever a trace meets
@@ -277,7 +277,7 @@ def _no_cache(model: Any) -> dict[str, bool]:
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Keep what exporters print and log to themselves: it is about their own inner state."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)

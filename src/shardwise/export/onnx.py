@@ -12,7 +12,7 @@ import torch
 
 from shardwise.checkpoint.publish import commit
 from shardwise.errors import UsageError, UserError
-from shardwise.export.graphs import Export, Form, export
+from shardwise.export.graphs import Export, Form, export, quietly
 from shardwise.export.inputs import Inputs
 from shardwise.export.running import Session
 from shardwise.export.source import TIMES, TIMES_QUANTIZED, Source, opened
@@ -152,7 +152,9 @@ def _quantize(program: Any, path: Path) -> None:
     from transformers.exporters.quantizers.quantizer_onnxruntime import OnnxRuntimeDynamicConfig, OnnxRuntimeQuantizer
 
     settings = OnnxRuntimeDynamicConfig(op_types_to_quantize=_QUANTIZED, per_channel=True)
-    _save(OnnxRuntimeQuantizer(settings).quantize(program, {}, ExportFormat.ONNX), path)
+    with quietly():
+        quantized = OnnxRuntimeQuantizer(settings).quantize(program, {}, ExportFormat.ONNX)
+    _save(quantized, path)
 
 
 def _tokens(source: Source, graphs: Export, text: str | os.PathLike[str] | None) -> torch.Tensor | None:

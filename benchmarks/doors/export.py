@@ -1,0 +1,195 @@
+"""Twelve architectures of transformers, exported to ONNX and compared with PyTorch: what works, and what refuses.
+
+    python benchmarks export                    # ten minutes on two cores; needs the extra `onnx`
+    python benchmarks export qwen3_moe swin     # some of them
+    python benchmarks export --out export       # and write results/DATE-export.*
+
+None of them was used while `shardwise export` was built. Each is a small model with random weights, which is read
+from a directory as the command reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.common import facts, report
+from shardwise.errors import UserError, one_line
+from shardwise.export.onnx import export_onnx
+
+TOLERANCE = 1e-4
+TEXT = {"vocab_size": 96, "max_position_embeddings": 64}
+LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+PAIR = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "decoder_start_token_id": 0,
+    **TEXT,
+    **IDS,
+}
+STARTS_WITH_END = {**PAIR, "decoder_start_token_id": 2}
+"""M2M100's, as published: its cached and whole positions differ after a first token that is padding."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+IMAGES = {"image_size": 32, "patch_size": 8}
+HALVES = {"text_config": {**TEXT, **LAYERS, **IDS}, "vision_config": {**LAYERS, **IMAGES}}
+DEEPSEEK = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+STATES = {
+    "num_key_value_heads": 2,
+    "mamba_d_state": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_ssm": 64,
+    "mamba_chunk_size": 8,
+}
+
+
+def made(model: str, config: str, **settings: Any) -> Callable[[], Any]:
+    """Return what builds a model of transformers from the names of its class and of its configuration's."""
+    return lambda: getattr(transformers, model)(getattr(transformers, config)(**settings))
+
+
+ARCHITECTURES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "marian": ("encoder-decoder", made("MarianMTModel", "MarianConfig", **PAIR)),
+    "pegasus": ("encoder-decoder", made("PegasusForConditionalGeneration", "PegasusConfig", **PAIR)),
+    "m2m_100": ("encoder-decoder", made("M2M100ForConditionalGeneration", "M2M100Config", **STARTS_WITH_END)),
+    "qwen3_moe": ("experts", made("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **TEXT, **LAYERS, **IDS, **EXPERTS)),
+    "olmoe": (
+        "experts",
+        made("OlmoeForCausalLM", "OlmoeConfig", **TEXT, **LAYERS, **IDS, num_experts=4, num_experts_per_tok=2),
+    ),
+    "deepseek_v3": ("experts", made("DeepseekV3ForCausalLM", "DeepseekV3Config", **TEXT, **LAYERS, **IDS, **DEEPSEEK)),
+    "dinov2": ("vision", made("Dinov2ForImageClassification", "Dinov2Config", **LAYERS, **IMAGES)),
+    "swin": (
+        "vision",
+        made(
+            "SwinForImageClassification", "SwinConfig", image_size=32, patch_size=2, embed_dim=16, depths=[2, 2],
+            num_heads=[2, 4], window_size=4,
+        ),
+    ),
+    "clip": ("text and image", made("CLIPModel", "CLIPConfig", **HALVES)),
+    "llava": (
+        "text and image",
+        made(
+            "LlavaForConditionalGeneration", "LlavaConfig", image_token_index=3,
+            text_config={"model_type": "llama", **TEXT, **LAYERS, **IDS},
+            vision_config={"model_type": "clip_vision_model", **LAYERS, **IMAGES},
+        ),
+    ),
+    "mamba2": (
+        "state space",
+        made(
+            "Mamba2ForCausalLM", "Mamba2Config", vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=8,
+            num_heads=8, head_dim=8, n_groups=1, chunk_size=8, **IDS,
+        ),
+    ),
+    "falcon_h1": ("state space", made("FalconH1ForCausalLM", "FalconH1Config", **TEXT, **LAYERS, **IDS, **STATES)),
+}  # fmt: skip
+
+
+@dataclass
+class Row:
+    """One architecture."""
+
+    name: str
+    kind: str
+    outcome: str
+    graphs: int = 0
+    exporter: str = ""
+    difference: float | None = None
+    answers: str = ""
+    seconds: float = 0.0
+
+
+def tried(name: str) -> Row:
+    """Build, save, export and compare one architecture."""
+    kind, build = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        build().eval().save_pretrained(Path(directory) / "model")
+        try:
+            exported = export_onnx(Path(directory) / "model", Path(directory) / "onnx")
+        except UserError as error:
+            return Row(name, kind, f"refused: {one_line(error)}", seconds=time.monotonic() - began)
+    found = exported.checked
+    return Row(
+        name,
+        kind,
+        "verified" if found.passes(TOLERANCE) else "NOT VERIFIED",
+        len(exported.inputs),
+        exported.exporter,
+        found.difference,
+        f"{found.same} of {found.answers}" if found.answers else "",
+        time.monotonic() - began,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="some of the architectures")
+    parser.add_argument("--out", help="write results/DATE-OUT.json and .md")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(ARCHITECTURES):
+        parser.error(f"{min(unknown)!r} is not one of {', '.join(ARCHITECTURES)}")
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    rows = []
+    for name in options.names or ARCHITECTURES:
+        rows.append(tried(name))
+        print(f"{name:12} {rows[-1].seconds:4.0f} s  {rows[-1].outcome}", flush=True)
+    header = ["model", "kind", "exported by", "graphs", "greatest difference", "equal answers", "outcome"]
+    table = report.table(
+        header,
+        [
+            [
+                row.name,
+                row.kind,
+                row.exporter,
+                str(row.graphs or ""),
+                "" if row.difference is None else f"{row.difference:.1e}",
+                row.answers,
+                row.outcome,
+            ]
+            for row in rows
+        ],
+    )
+    machine = facts.machine()
+    versions = {name: version(name) for name in ("transformers", "torch", "onnx", "onnxscript", "onnxruntime")}
+    print(table)
+    if options.out:
+        head = (
+            "# Held-out architectures through `shardwise export`\n\n"
+            f"{report.facts_line(machine)}. {report.facts_line(versions)}.\n"
+            "Verified: on four shapes, with and without padding (models of text), no element differs by more than "
+            f"{TOLERANCE:g}, and all greedy tokens, or all places where logits are greatest, are the same.\n\n"
+        )
+        report.write(
+            options.out, {"machine": machine, "versions": versions, "rows": [asdict(row) for row in rows]}, head + table
+        )
