@@ -19,8 +19,8 @@ import transformers
 
 import shardwise as sw
 from shardwise.cli.app import run
+from shardwise.export import graphs, source
 from shardwise.export import onnx as exporting
-from shardwise.export import source
 from shardwise.export.onnx import export_onnx
 from tests.hub import cached
 
@@ -257,6 +257,18 @@ def test_a_difference_fails(small, tmp_path, monkeypatch, capsys):
     assert run(["export", str(directory), "--onnx", str(tmp_path / "onnx")]) == 1
     assert "NOT VERIFIED" in capsys.readouterr().out
     assert (tmp_path / "onnx" / "model.onnx").is_file()
+
+
+def test_torch_exports_what_transformers_cannot(small, tmp_path, monkeypatch, capsys):
+    def refuse(*_: Any) -> Any:
+        raise ValueError("no such operator")
+
+    monkeypatch.setattr(graphs, "_by_transformers", refuse)
+    assert run(["export", str(small[0]), "--onnx", str(tmp_path / "onnx")]) == 0
+    said = capsys.readouterr().out
+    assert "exported by torch" in said
+    assert "transformers' exporter refused: ValueError: no such operator" in said
+    assert "48 of 48 greedy tokens the same" in said
 
 
 def test_a_length_that_the_trace_fixed_is_found(tmp_path, capsys):

@@ -31,9 +31,8 @@ def lines(exported: Exported, tolerance: float) -> list[str]:
     exact = {name: size for name, size in exported.sizes.items() if not name.endswith(INT8)}
     said = [f"{exported.directory}: {exported.form.value}; opset {exported.opset}, exported by {exported.exporter}"]
     if exported.refused:
-        said.append(
-            f"  without what it keeps of earlier tokens, because transformers' exporter refused: {exported.refused}"
-        )
+        without = "; tokens are computed again for each new one" if exported.generates else ""
+        said.append(f"  transformers' exporter refused: {exported.refused}{without}")
     for name, size in exact.items():
         said.append(
             f"  {name}.onnx, {format_bytes(size)}: {_named(exported.inputs[name])} -> {_named(exported.outputs[name])}"
