@@ -103,15 +103,15 @@ def slot_claimed_early() -> AbstractContextManager[Any]:
         return lambda self, buffer: None if buffer.kind.value == "reduce" else original(self, buffer)
 
     return all_of(
-        at("engine.reducer:Reducer._free_slot", take),
-        at("engine.reducer:Reducer._claim", claim_slot),
+        at("fsdp.reducer:Reducer.find_slot", take),
+        at("fsdp.reducer:Reducer.claim", claim_slot),
         of_cpu_collectives("claim", claim_buffer),
     )
 
 
 def stale_gather() -> AbstractContextManager[Any]:
     """What was gathered before the optimizer's step counts as fresh."""
-    return at("engine.units.parameters:UnitParameters.is_fresh", lambda original: property(lambda self: True))
+    return at("fsdp.parameter_group:UnitParameters.is_fresh", lambda original: property(lambda self: True))
 
 
 def used_flag_lost() -> AbstractContextManager[Any]:
@@ -124,7 +124,7 @@ def used_flag_lost() -> AbstractContextManager[Any]:
 
         return agree
 
-    return at("engine.collective_log:CollectiveLog.agree", change)
+    return at("fsdp.collective_log:CollectiveLog.agree", change)
 
 
 def skipped_call_not_passed() -> AbstractContextManager[Any]:
@@ -137,14 +137,14 @@ def skipped_call_not_passed() -> AbstractContextManager[Any]:
 
         return walk_back
 
-    return at("engine.units.calls:ForwardPass.walk_back", change)
+    return at("fsdp.schedule:ForwardPass.walk_back", change)
 
 
 def overwritten_gradient() -> AbstractContextManager[Any]:
     """A second gradient of a parameter takes the place of the first."""
     from shardwise.fsdp.buffers import ScaledAddition
 
-    return at("comm.summation:ScaledAddition.add", lambda original: ScaledAddition.write)
+    return at("fsdp.buffers:ScaledAddition.add", lambda original: ScaledAddition.write)
 
 
 def wrong_world_size() -> AbstractContextManager[Any]:
@@ -158,12 +158,12 @@ def wrong_world_size() -> AbstractContextManager[Any]:
 
         return init
 
-    return at("engine.reducer:Reducer.__init__", change)
+    return at("fsdp.reducer:Reducer.__init__", change)
 
 
 def late_gradient_dropped() -> AbstractContextManager[Any]:
     """What came while a unit had no reduce slot is forgotten."""
-    return at("engine.units.gradients:UnitGradients._add_late", lambda original: lambda self, slot: self._late.clear())
+    return at("fsdp.gradients:UnitGradients._add_late", lambda original: lambda self, slot: self._late.clear())
 
 
 def released_too_early() -> AbstractContextManager[Any]:
@@ -180,7 +180,7 @@ def released_too_early() -> AbstractContextManager[Any]:
 
         return post_forward
 
-    return at("engine.engine:Engine.post_forward", change)
+    return at("fsdp.engine:Engine.post_forward", change)
 
 
 def wrong_offset() -> AbstractContextManager[Any]:
@@ -228,7 +228,7 @@ def replicas_skipped() -> AbstractContextManager[Any]:
 
 def old_gradients_left() -> AbstractContextManager[Any]:
     """Where no gradient came, what the slot held before counts as one."""
-    return at("engine.units.gradients:UnitGradients._zero_missing", lambda original: lambda self, slot: None)
+    return at("fsdp.gradients:UnitGradients._zero_missing", lambda original: lambda self, slot: None)
 
 
 def local_norm() -> AbstractContextManager[Any]:

@@ -51,5 +51,5 @@ def test_a_planted_fault_is_found(ranks: RankPools, fault: str) -> None:
 
 
 def test_a_seam_that_is_gone_is_named() -> None:
-    with pytest.raises(SeamGone, match=r"no engine\.units\.unit:Unit\.nothing any more"):
-        at("engine.units.unit:Unit.nothing", lambda original: original)
+    with pytest.raises(SeamGone, match=r"no fsdp\.unit:Unit\.nothing any more"):
+        at("fsdp.unit:Unit.nothing", lambda original: original)

@@ -259,7 +259,7 @@ class Engine:
             self._begin_step(unit)
         if recompute and self._walked and not unit.calls.in_backward:
             newest = self._walked[-1]
-            self._pass(newest, newest.recomputed(unit, torch._C._current_graph_task_id()))
+            self._pass(newest, newest.point_of_recomputation(unit, torch._C._current_graph_task_id()))
         for hook in self.hooks.begin_forward:
             hook(unit)
         self.allocate()

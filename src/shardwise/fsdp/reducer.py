@@ -100,12 +100,12 @@ class InFlight(deque[Flight]):
 
     def _complete(self, flight: Flight) -> None:
         self.remove(flight)
-        self.sum(flight)
+        self.wait_for_sum(flight)
         if flight.slot is not None:
             assert flight.slot.holder is flight.unit, f"a reduction of {flight.unit} lost its slot"
             flight.slot.free()
 
-    def sum(self, flight: Flight) -> None:
+    def wait_for_sum(self, flight: Flight) -> None:
         """Wait until the sums are in the shard's gradient, or where else they are written to. The flight keeps its
         slot. Flights of one unit must come here in their order."""
         if not flight.is_summed:
@@ -292,7 +292,7 @@ class Reducer:
             if gradients.custom is not None:
                 gradients.custom.open()
             own = self.slots.own.get(unit)
-            gradients.open(self.claim(own or self.free_slot(self.slots.shared, unit), unit))
+            gradients.open(self.claim(own or self.find_slot(self.slots.shared, unit), unit))
 
     def add(self, unit: Unit, key: Key, grad: Tensor) -> None:
         """Collect one of this rank's gradients."""
@@ -387,7 +387,7 @@ class Reducer:
         slot.take(unit)
         return slot
 
-    def free_slot(self, arena: Arena[Unit] | None, unit: Unit) -> Slot[Unit]:
+    def find_slot(self, arena: Arena[Unit] | None, unit: Unit) -> Slot[Unit]:
         """Return a free slot of the arena that the unit may hold."""
         assert arena is not None
         choices = arena.choices(unit)
@@ -412,9 +412,9 @@ class Reducer:
             self.log.note(label)
         custom = unit.gradients.custom
         if custom is None or not custom.start(slot, label):
-            self.sum(unit, slot, label)
+            self.start_sum(unit, slot, label)
 
-    def sum(self, unit: Unit, slot: Slot[Unit], label: int) -> None:
+    def start_sum(self, unit: Unit, slot: Slot[Unit], label: int) -> None:
         """Start to sum the slot into the shard's gradient."""
         groups = [group for group in unit.groups if group.trainable]
         if self.mesh.replicate.world_size == 1:

@@ -276,10 +276,14 @@ class ForwardPass(Generic[U]):
         """Whether `backward` has passed the end of the call, where the call's backward begins."""
         return backward == self._backward and self._position <= call.end
 
-    def recomputed(self, unit: U, backward: int) -> int:
+    def point_of_recomputation(self, unit: U, backward: int) -> int:
         """Return the point that `backward` has come to if it recomputes a call of the unit, as a checkpoint does: that
-        at which the call that ended last ended, with those inside it that ended with it. What one rank alone runs in a
-        checkpoint may start the recomputation before the gradients arrive that tell other ranks the same."""
+        at which the call that ended last ended, with those inside it that ended with it.
+
+        Example: a checkpoint around a unit A and then a layer that only rank 1 runs. On rank 0 the gradient of A's
+        output arrives, A's backward begins, and a saved tensor of A starts the recomputation. On rank 1 a saved tensor
+        of the layer starts it, before that gradient. There too A's backward begins first, so both gather alike.
+        """
         come_to = len(self._points)
         if backward != self._backward or all(call.unit is not unit for call in self._points[: self._position]):
             return come_to

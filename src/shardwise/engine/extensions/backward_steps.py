@@ -77,7 +77,7 @@ class BackwardSteps:
         begins. Every rank must call this."""
         in_flight = self._reducer.in_flight
         for flight in in_flight:  # each keeps its slot: units must be reduced in the same parts as otherwise
-            in_flight.sum(flight)
+            in_flight.wait_for_sum(flight)
         for reduced in self._reduced if self._is_early else ():
             flags = reduced.gradients.statuses() + bytes([_awaits_more(reduced)])
             *statuses, awaits_more = self._log.agree(SyncPoint.UNIT_REDUCED, flags)

@@ -276,7 +276,7 @@ class RingInFlight(InFlight):
             if wanted <= self._MOST:
                 break
             wanted -= _slices(flight.unit)
-            self.sum(flight)
+            self.wait_for_sum(flight)
 
 
 _READ_AHEAD = 6

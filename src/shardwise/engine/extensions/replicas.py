@@ -50,9 +50,9 @@ class HybridReducer(Reducer):
         super().__init__(mesh, log)
         self.slots = self._hybrid = HybridSlots(mesh)
 
-    def sum(self, unit: Unit, slot: Slot[Unit], label: int) -> None:
+    def start_sum(self, unit: Unit, slot: Slot[Unit], label: int) -> None:
         """Start to sum the slot in the shard group and, after that, over the replicas."""
-        sums = self.claim(self.free_slot(self._hybrid.slices, unit), unit)
+        sums = self.claim(self.find_slot(self._hybrid.slices, unit), unit)
         groups = [group for group in unit.groups if group.trainable]
         slices = [group.slice_in(sums) for group in groups]
         reductions = tuple(
