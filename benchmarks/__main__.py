@@ -25,7 +25,7 @@ BENCHMARKS = {
         "exposed",
         "exposed_changes",
     ),
-    "less_memory": ("offload", "offload_15b", "less_state", "few_bits", "lora_memory", "whole_matrix"),
+    "less_memory": ("offload", "offload_15b", "less_state", "few_bits", "lora_memory", "whole_matrix", "generate"),
     "doors": ("integrations", "fsdp2_tests", "torchtitan_llama", "jax_step", "hub", "export"),
     "accelerator": ("gpu",),
 }
