@@ -7,7 +7,7 @@ caching allocator reserves (by replaying them against its rules) and the step's 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardwise.plan.dry_run.job import Job
@@ -237,7 +237,7 @@ class Facts:
     compilation. The recorded events are those of eager mode in any case."""
     unused: int = 0
     """Elements of trainable parameters that got no gradient, such as those for images in a step of text."""
-    smaller_units: Sequence[tuple[Sequence[str], int]] = ()
+    smaller_units: tuple[tuple[tuple[str, ...], int], ...] = ()
     """Names of classes for `units=` with the slots that they need at least, each with less to gather at a time than the
     one before."""
     package_kernels: str = ""

@@ -23,7 +23,7 @@ _MOST_LEVELS = 4
 """How deep inside the first largest unit it is looked for others."""
 
 
-def smaller_units(model: nn.Module, units: Any) -> list[tuple[list[str], int]]:
+def smaller_units(model: nn.Module, units: Any) -> tuple[tuple[tuple[str, ...], int], ...]:
     """Return names of classes for `units=` and the slots that they need at least, each with less to gather at a time
     than the one before; none if the largest unit has no modules inside that leave less.
 
@@ -49,13 +49,13 @@ def smaller_units(model: nn.Module, units: Any) -> list[tuple[list[str], int]]:
         asked.append(names)
         inner = _Units.of(model, classes_named(model, names, "units")).largest
     tried = [(_Units.of(model, classes_named(model, each, "units")), sorted(each)) for each in asked]
-    found: list[tuple[list[str], int]] = []
+    found: list[tuple[tuple[str, ...], int]] = []
     least = usual.numel
     for chosen, each in sorted(tried, key=lambda one: -one[0].numel):
         if chosen.numel <= _SMALLER * least:
-            found.append((each, chosen.slots))
+            found.append((tuple(each), chosen.slots))
             least = chosen.numel
-    return found
+    return tuple(found)
 
 
 class _Units(NamedTuple):

@@ -117,7 +117,7 @@ class _DryRun:
         self.feed = TrainingForward(model, job)
         units = _units(job, model)
         # Adapters of a plan have classes of their own, which the user's model does not have.
-        self.smaller_units = smaller_units(model, units) if job.lora is None else []
+        self.smaller_units = smaller_units(model, units) if job.lora is None else ()
         arguments = {name: getattr(job, name) for name in SHARD}
         arguments |= {
             "mesh": traced_mesh(recorder, rank, job),

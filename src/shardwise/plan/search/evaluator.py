@@ -56,9 +56,11 @@ def cached_forecast(source: ModelSource, job: Job) -> Forecast | None:
         return None
     try:
         facts = Facts(**plain.pop("facts"))
+        smaller = tuple((tuple(names), slots) for names, slots in facts.smaller_units)  # lists in JSON
+        facts = replace(facts, smaller_units=smaller)
         anew = {"peak_at": tuple(plain["peak_at"]), "price_per_hour": price_of(job)}
         return Forecast(job=job, recording=Recording(job, facts, ()), **{**plain, **anew})
-    except (AttributeError, KeyError, TypeError):  # a damaged file
+    except (AttributeError, KeyError, TypeError, ValueError):  # a damaged file
         return None
 
 
