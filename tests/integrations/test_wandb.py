@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def test_a_run_and_its_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert (wandb.run.id, wandb.run.project, wandb.run.name) == (ids[0], "sevens", "tiny")
         assert wandb.run.config["train"]["steps"] == 10
         logger.close()
+        time.sleep(1.1)  # wandb names the folder of each part by the second in which it begins
     assert stored(directory) == [{"train/loss": 2.5, "step": 1}, {"train/loss": 1.25, "step": 2}]
     directory.begin(config)  # anew
     assert not directory.wandb_id.exists()
