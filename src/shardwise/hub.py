@@ -354,7 +354,7 @@ def _explain(error: Exception, name: HubName, where: str, kind: str) -> NoReturn
         (is_full, f"the disk of the cache {_cache()} is full: {_MAKE_ROOM}"),
         (
             any_is(*_unreachable()),
-            f"{missing} {host} cannot be reached ({one_line(chain[-1])}), nor is {_not_cached(name)}: check the "
+            f"{missing} {host} cannot be reached ({one_line(chain[-1])}), and {_not_cached(name)}: check the "
             "network, HF_ENDPOINT and proxies, or give a directory",
         ),
         (True, f"{name} cannot be fetched from {host}: {one_line(error, with_type=True)}"),
