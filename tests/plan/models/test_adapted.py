@@ -15,6 +15,7 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.fsdp.strategy import Precision
 from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.recording import Facts
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.models import adapted
 from shardwise.plan.models.adapted import with_adapters
@@ -74,9 +75,14 @@ def test_the_step_is_that_of_pefts_adapters(config: dict[str, Any], adapters: Ad
     builder = resolve(config).builder()
     own = record(with_adapters(builder, adapters, "bf16"), asked)
     pefts = record(with_peft(builder, adapters, torch.float32 if adapters.dtype else torch.bfloat16), asked)
-    assert own.facts == pefts.facts
+    assert without_names(own.facts) == without_names(pefts.facts)
     assert 0 < own.facts.trainable < own.facts.params
     assert own.events == pefts.events
+
+
+def without_names(facts: Facts) -> Facts:
+    """Without the names of classes, which are PEFT's or those of a plan's own adapters."""
+    return replace(facts, smaller_units=())
 
 
 @pytest.mark.parametrize("base", ["nf4", "int8"])
@@ -85,7 +91,7 @@ def test_a_base_in_few_bits_is_that_of_pefts_adapters(base: str) -> None:
     builder, adapters = resolve(LLAMA).builder(), Adapters(4)
     own = record(with_adapters(builder, adapters, "bf16"), asked)
     pefts = record(with_peft(builder, adapters, torch.bfloat16), asked)
-    assert own.facts == pefts.facts
+    assert without_names(own.facts) == without_names(pefts.facts)
     assert own.events == pefts.events
 
 
