@@ -124,12 +124,15 @@ def test_a_revision_is_read(hub: mock.Hub, tmp_path: Path) -> None:
     assert b"llama" in (Path(had(hub, tmp_path / "home", f"org/single@{old}")) / "config.json").read_bytes()
 
 
-def test_a_killed_download_is_gone_on_with(hub: mock.Hub, tmp_path: Path) -> None:
+@pytest.mark.parametrize("offers_xet", [False, True], ids=["http", "xet offered"])
+def test_a_killed_download_is_gone_on_with(hub: mock.Hub, tmp_path: Path, offers_xet: bool) -> None:
     """A process that is killed keeps every byte that it had, and nothing is downloaded twice."""
+    hub.offers_xet = offers_xet
+    environment = {"HF_HUB_DISABLE_XET": "0"} if offers_xet else {}
     big = os.urandom(64 * 2**20)
     hub.add("org/sharded", {**SHARDED, "model-2.safetensors": big})
     hub.bytes_per_s = 40 * 2**20
-    variables = {**os.environ, **hub.environment(tmp_path / "home")}
+    variables = {**os.environ, **hub.environment(tmp_path / "home"), **environment}
     client = subprocess.Popen([sys.executable, "-c", CODE, "org/sharded", "weights"], env=variables)
     while sum(path.stat().st_size for path in (tmp_path / "home").rglob("*.partial")) <= 10 * 2**20:
         assert client.poll() is None
@@ -140,7 +143,7 @@ def test_a_killed_download_is_gone_on_with(hub: mock.Hub, tmp_path: Path) -> Non
     had_bytes = partial.stat().st_size
     hub.bytes_per_s = None
     hub.cut["model-2.safetensors"] = 12 * 2**20  # and what is gone on with is cut as well
-    said = had(hub, tmp_path / "home", "org/sharded")
+    said = had(hub, tmp_path / "home", "org/sharded", environment=environment)
     assert (Path(said) / "model-2.safetensors").read_bytes() == big
     sent = [r for r in hub.recorded("model-2.safetensors") if r.method == "GET" and r.path.startswith("/cdn")]
     assert [r.status for r in sent] == [200, 206, 206]

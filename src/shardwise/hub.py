@@ -498,11 +498,11 @@ def _download(listed: Listing, paths: list[str], where: str, say: Callable[[str]
 
 
 def _large_files(listed: Listing, paths: list[str]) -> list[LargeFile]:
-    """Return the files among `paths` whose downloads can be continued by another process: those whose bytes come by
-    plain HTTP, not from Xet's storage."""
+    """Return the files among `paths` whose downloads another process can continue: those that the hub stores outside
+    of git, unless HF_XET_HIGH_PERFORMANCE asks for Xet's transfer, which begins a file anew."""
     from huggingface_hub import constants, hf_hub_url
 
-    if not constants.HF_HUB_DISABLE_XET and find_spec("hf_xet") is not None:
+    if constants.HF_XET_HIGH_PERFORMANCE and not constants.HF_HUB_DISABLE_XET and find_spec("hf_xet") is not None:
         return []
     name, place = listed.name, _place(listed.name, "model")
     return [

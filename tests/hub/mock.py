@@ -79,6 +79,8 @@ class Hub(ThreadingHTTPServer):
         """By file name: the next response with the file's bytes ends after so many, and the connection is closed."""
         self.status: dict[str, int] = {}
         """By beginning of a request's path: the status with which it is refused."""
+        self.offers_xet = False
+        """Whether answers say that large files are in Xet's storage too (which is not served)."""
         self.bytes_per_s: float | None = None
         self.lock = threading.Lock()
 
@@ -289,7 +291,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.uploaded[oid] = data
         # Clients follow redirects to the same host themselves; the hub's go to another one.
         where = f"http://localhost:{self.server.server_address[1]}/cdn/{oid}/{path}"
+        offer = {"X-Xet-Hash": oid, "X-Xet-Refresh-Route": f"{self.server.url}/api/xet"}
         linked = {"X-Linked-Size": str(len(data)), "X-Linked-ETag": f'"{oid}"', "Location": where}
+        linked |= offer if self.server.offers_xet else {}
         return self._send(302, b"", {**headers, **linked, "ETag": f'"{entry["oid"]}"'})
 
     def _create(self) -> None:

@@ -26,7 +26,7 @@ def _option(text: str, *names: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Asked:
     """Where prompts come from, where answers go, and how the model is loaded."""
 
     checkpoint: str
@@ -124,11 +124,11 @@ def generate(  # noqa: PLR0913, PLR0917 - one for each option
         "num_beams": num_beams,
         "num_return_sequences": num_return_sequences,
     }
-    wishes = Wishes(
+    asked = Asked(
         checkpoint, prompt or [], prompts, out, resume, chat, system, chat_template, as_messages, ranks, base,
         tokenizer, dtype, batch_size, seed,
     )  # fmt: skip
-    return _run(wishes, {**named, **_settings(set_ or [], named)}, debug)
+    return _run(asked, {**named, **_settings(set_ or [], named)}, debug)
 
 
 def _settings(texts: list[str], named: dict[str, Any]) -> dict[str, Any]:
@@ -148,40 +148,40 @@ def _settings(texts: list[str], named: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _run(wishes: Wishes, options: dict[str, Any], debug: bool) -> int:
-    _check_ways(wishes)
-    template = _template(wishes.chat_template)
-    rows = _rows(wishes)
+def _run(asked: Asked, options: dict[str, Any], debug: bool) -> int:
+    _check_ways(asked)
+    template = _template(asked.chat_template)
+    rows = _rows(asked)
     from shardwise import device_tools
     from shardwise.fsdp.strategy import dtype_name
     from shardwise.generation.session import Request, run
     from shardwise.generation.source import find_source
     from shardwise.plan.models.transformers_models import quiet_transformers
 
-    dtype_name(wishes.dtype, "--dtype")
+    dtype_name(asked.dtype, "--dtype")
     quiet_transformers()
-    source = find_source(wishes.checkpoint, wishes.base, wishes.tokenizer, template, _say)
+    source = find_source(asked.checkpoint, asked.base, asked.tokenizer, template, _say)
     given = _checked(options, source.weights)
     request = Request(
         weights=str(source.weights),
         tokenizer=str(source.tokenizer),
         adapter=None if source.adapter is None else str(source.adapter),
         chat_template=template,
-        dtype=wishes.dtype,
+        dtype=asked.dtype,
         rows=rows,
-        out=None if wishes.out is None else str(wishes.out),
-        resumes=wishes.resume,
-        batch_size=wishes.batch_size,
-        chats=wishes.chat,
-        system=wishes.system,
-        seed=wishes.seed,
+        out=None if asked.out is None else str(asked.out),
+        resumes=asked.resume,
+        batch_size=asked.batch_size,
+        chats=asked.chat,
+        system=asked.system,
+        seed=asked.seed,
         options=given,
     )
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from shardwise.cli.process.worker import end_as_rank
 
         return end_as_rank(lambda: run(request), debug)
-    number = _number_of_ranks(wishes.ranks, source.nbytes, device_tools.count())
+    number = _number_of_ranks(asked.ranks, source.nbytes, device_tools.count())
     if number == 1:
         run(request)
         return Exit.DONE
@@ -193,24 +193,24 @@ def _run(wishes: Wishes, options: dict[str, Any], debug: bool) -> int:
         return launch_task("generate", path, number, debug)
 
 
-def _check_ways(wishes: Wishes) -> None:
+def _check_ways(asked: Asked) -> None:
     """Raise UsageError for options that contradict each other, and ConfigError for a file that cannot be written."""
-    ways = {"--prompt": bool(wishes.prompt), "--prompts": wishes.prompts is not None, "--chat": wishes.chat}
+    ways = {"--prompt": bool(asked.prompt), "--prompts": asked.prompts is not None, "--chat": asked.chat}
     given = [name for name, is_given in ways.items() if is_given]
     if not given:
         raise UsageError("nothing to answer: give --prompt TEXT, --prompts FILE or --chat")
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)}: give one of them")
-    if wishes.chat and wishes.out is not None:
+    if asked.chat and asked.out is not None:
         raise UsageError("--out is for --prompt and --prompts, and --chat answers in the terminal: leave one out")
-    if wishes.resume and wishes.out is None:
+    if asked.resume and asked.out is None:
         raise UsageError("--resume continues the file of --out: give --out FILE too")
-    if wishes.out is not None:
+    if asked.out is not None:
         from shardwise.generation.rows import check_writable
 
-        check_writable(wishes.out)
-        if wishes.out.exists() and not wishes.resume:
-            raise ConfigError(f"--out {wishes.out} exists: add --resume to continue it, or name another file")
+        check_writable(asked.out)
+        if asked.out.exists() and not asked.resume:
+            raise ConfigError(f"--out {asked.out} exists: add --resume to continue it, or name another file")
 
 
 def _template(given: str | None) -> str | None:
@@ -225,17 +225,17 @@ def _template(given: str | None) -> str | None:
         raise ConfigError(f'--chat-template {given}: must be a Jinja file, or "{_PLAIN}": {error}') from None
 
 
-def _rows(wishes: Wishes) -> list[dict[str, Any]]:
+def _rows(asked: Asked) -> list[dict[str, Any]]:
     from shardwise.generation.rows import read_rows, row_of
 
-    as_messages = wishes.as_messages or wishes.system is not None
-    if wishes.prompts is not None:
-        rows = read_rows(wishes.prompts, as_messages, wishes.system)
+    as_messages = asked.as_messages or asked.system is not None
+    if asked.prompts is not None:
+        rows = read_rows(asked.prompts, as_messages, asked.system)
     else:
-        for number, text in enumerate(wishes.prompt, 1):
+        for number, text in enumerate(asked.prompt, 1):
             if not text:
                 raise UsageError(f"prompt {number} is empty: --prompt needs a text")
-        rows = [row_of(text, as_messages, wishes.system) for text in wishes.prompt]
+        rows = [row_of(text, as_messages, asked.system) for text in asked.prompt]
     return [dict(row.fields) for row in rows]
 
 

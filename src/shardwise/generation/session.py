@@ -102,10 +102,12 @@ def _answer_to_file(request: Request, path: Path, generator: Generator, ranks: R
         for start in range(first, len(batches), ranks.world_size):
             own = start + ranks.rank
             answers = _answered(generator, batches[own] if own < len(batches) else None, own, meter.streamer)
-            told = ranks.all_gather_object([(one.prompt, one.text, one.finish_reason, len(one.ids)) for one in answers])
+            gathered = ranks.all_gather_object(
+                [(one.prompt, one.text, one.finish_reason, len(one.ids)) for one in answers]
+            )
             with ranks.together():
                 if ranks.is_first:
-                    said = [one for of_rank in told for one in of_rank]
+                    said = [one for of_rank in gathered for one in of_rank]
                     file.append([_line(rows[prompt], text, reason) for prompt, text, reason, _ in said])
                     meter.add(len(said) // each, sum(tokens for *_, tokens in said))
     if ranks.is_first:
@@ -166,7 +168,7 @@ def _converse(request: Request, generator: Generator, ranks: Ranks) -> None:
         print("Ctrl-D ends the conversation", file=sys.stderr)
     turn = 0
     while True:
-        line = ranks.from_first(ranks.work(lambda: _heard(shows) if ranks.is_first else None))
+        line = ranks.from_first(ranks.work(lambda: _read_line(shows) if ranks.is_first else None))
         if line is None:
             return
         if not line.strip():
@@ -181,7 +183,7 @@ def _converse(request: Request, generator: Generator, ranks: Ranks) -> None:
         turn += 1
 
 
-def _heard(shows: bool) -> str | None:
+def _read_line(shows: bool) -> str | None:
     """Return the next line of standard input; None at its end."""
     if shows:
         print(_YOU, end="", flush=True)
@@ -197,7 +199,7 @@ class _Meter:
     def __init__(self, total: int, done: int, wanted: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._done, self._before, self._tokens = total, done, done, 0
         self._clock = clock
-        self._begun_s = self._told_s = clock()
+        self._begun_s = self._printed_s = clock()
         console = Console(stderr=True, highlight=False)
         self._wanted = wanted
         self._bar: Progress | None = None
@@ -237,8 +239,8 @@ class _Meter:
         if self.streamer is not None:
             self.streamer.tokens = 0
         now = self._clock()
-        if self._bar is None and self._wanted and now - self._told_s > _LINE_S:
-            self._told_s = now
+        if self._bar is None and self._wanted and now - self._printed_s > _LINE_S:
+            self._printed_s = now
             print(f"{self._done:,} of {self._total:,} prompts, {self._speed}", file=sys.stderr, flush=True)
         self.show()
 
