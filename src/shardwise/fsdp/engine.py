@@ -109,8 +109,9 @@ class Backward(enum.Enum):
     RUNNING = "running"
     """Autograd is at work, and may recompute forwards."""
     ENDING = "ending"
-    """Autograd is done or raised; gradients are not in `.grad` yet. Only a backward that raised stays in this state,
-    until `clear_up` or the next backward."""
+    """Autograd is done; `finish_backward` reduces the rest and writes gradients to `.grad`."""
+    RAISED = "raised"
+    """Autograd or `finish_backward` raised. It stays so until `clear_up` or the next backward abandons it."""
 
 
 def _nothing() -> None:
@@ -509,7 +510,7 @@ class Engine:
         """Make the backward that autograd is running end with `finish_backward`, unless that is arranged already."""
         if self.backward is Backward.RUNNING:
             return
-        if self.backward is Backward.ENDING and self._finisher() is None:  # dropped: the last backward raised
+        if self.backward is Backward.RAISED and self._finisher() is None:  # else autograd is still unwinding it
             self._abandon_backward()
         if self.backward is Backward.NONE:
             self.follow_requires_grad()  # autograd drops gradients of parameters frozen since the forward
@@ -568,6 +569,7 @@ class Engine:
         for forward in self._walked:
             forward.close()
         self.show_sharded()
+        self.backward = Backward.RAISED
         self.unsharder.settle()
         if was_running:
             self.report()
@@ -575,7 +577,7 @@ class Engine:
     def show_sharded(self) -> None:
         """Let modules hold the sharded parameters, except those whose forward is under way. No communication."""
         if self.backward is Backward.RUNNING:
-            self.backward = Backward.ENDING
+            self.backward = Backward.RAISED
         for unit in self.units:
             if unit.parameters.state is ParameterState.IN_USE and not unit.calls.in_forward:
                 unit.parameters.show_sharded()

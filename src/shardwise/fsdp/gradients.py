@@ -38,47 +38,6 @@ class GradientStatus(enum.IntEnum):
     """It arrived and is not reduced yet."""
 
 
-class CustomReduction(Protocol):
-    """What a module outside the core makes of one unit's reductions, alike on every rank."""
-
-    @property
-    def is_due(self) -> bool:
-        """Whether backwards reduce the unit; else its gradients stay in its slot."""
-
-    def check_none_waits(self) -> None:
-        """Called before slots are laid out anew. Raises UsageError if gradients wait in them."""
-
-    def allocate(self, reducer: Any) -> None:
-        """Called when the reducer of the unit's engine has its slots, and `UnitGradients.scaled` is the mean's."""
-
-    def about_to_step(self) -> None:
-        """Called before an optimizer updates the unit. Raises UsageError if gradients wait to be reduced."""
-
-    def begin_backward(self) -> None:
-        """Called when a backward begins. No communication."""
-
-    def open(self) -> None:
-        """Called before a slot is chosen for the unit's gradients."""
-
-    def start(self, slot: Slot[Any], label: int) -> bool:
-        """Start to reduce a slot. Returns False, and does nothing, if it is to be reduced as other units' are."""
-
-    def settle(self, summed: Tensor, total: Tensor, accumulate: bool) -> None:
-        """Add this rank's slice of a sum to the shard's gradient, or overwrite that."""
-
-    def statuses(self) -> bytes:
-        """Return the status of each parameter's gradient on this rank."""
-
-    def keep(self, statuses: Sequence[int]) -> bool:
-        """Keep what was reduced, because its sums are not complete. Returns False, and does nothing, if they are."""
-
-    def end_backward(self) -> None:
-        """Called when a backward ends that does not reduce the unit. No communication."""
-
-    def abandon(self) -> None:
-        """Forget all gradients, after a backward that raised or when slots are freed."""
-
-
 class UnitGradients:
     """A unit's gradients between autograd and `.grad`."""
 
@@ -261,3 +220,44 @@ class UnitGradients:
             group.gradients.end_backward()
             for leaf in group.leaves:
                 leaf.grad = None  # its hook takes it, unless an interrupt came first
+
+
+class CustomReduction(Protocol):
+    """What a module outside the core makes of one unit's reductions, alike on every rank."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether backwards reduce the unit; else its gradients stay in its slot."""
+
+    def check_none_waits(self) -> None:
+        """Called before slots are laid out anew. Raises UsageError if gradients wait in them."""
+
+    def allocate(self, reducer: Any) -> None:
+        """Called when the reducer of the unit's engine has its slots, and `UnitGradients.scaled` is the mean's."""
+
+    def about_to_step(self) -> None:
+        """Called before an optimizer updates the unit. Raises UsageError if gradients wait to be reduced."""
+
+    def begin_backward(self) -> None:
+        """Called when a backward begins. No communication."""
+
+    def open(self) -> None:
+        """Called before a slot is chosen for the unit's gradients."""
+
+    def start(self, slot: Slot[Any], label: int) -> bool:
+        """Start to reduce a slot. Returns False, and does nothing, if it is to be reduced as other units' are."""
+
+    def settle(self, summed: Tensor, total: Tensor, accumulate: bool) -> None:
+        """Add this rank's slice of a sum to the shard's gradient, or overwrite that."""
+
+    def statuses(self) -> bytes:
+        """Return the status of each parameter's gradient on this rank."""
+
+    def keep(self, statuses: Sequence[int]) -> bool:
+        """Keep what was reduced, because its sums are not complete. Returns False, and does nothing, if they are."""
+
+    def end_backward(self) -> None:
+        """Called when a backward ends that does not reduce the unit. No communication."""
+
+    def abandon(self) -> None:
+        """Forget all gradients, after a backward that raised or when slots are freed."""

@@ -4,6 +4,17 @@ While a unit's forward runs, saved-tensor hooks replace every tensor that aliase
 backward unshards the unit again and returns the same view of whatever slot it got. Without this, autograd would
 keep pointing into a slot that by then holds another unit's parameters. Everything packed remembers the unit's call in
 which it was saved: when it is unpacked that call's backward has begun, even if no gradient of an output has arrived.
+
+Autograd keeps a stack of hooks and calls the top pair only. Ours go on top when a unit's forward begins, and leave with
+it. Hooks of others between ours, as those of a checkpoint around a block, still get what is not ours (`_chain`):
+
+    outer unit's forward      checkpoint begins      inner unit's forward             inner unit's forward ended
+                                                     ours, passes on to checkpoint
+                              checkpoint             checkpoint                       checkpoint
+    ours                      ours                   ours                             ours
+
+If the outer unit's forward ends while the checkpoint's hooks are still on top, ours stay below until those are gone
+(`_buried`).
 """
 
 from __future__ import annotations
@@ -98,9 +109,11 @@ class SavedTensors:
         """Calls under way, outermost first."""
         self._plain: Hooks = (self._pack, self._unpack)
         self._active: list[Hooks] = []
+        """Ours that lie on autograd's stack, the topmost last."""
         self._activated: list[Hooks | None] = []
         """For each call under way, the hooks that were activated for it."""
         self._buried: list[Hooks] = []
+        """Those of `_active` whose call has ended while hooks of others lay on top."""
 
     @property
     def innermost(self) -> Place | None:

@@ -84,6 +84,7 @@ class Unit:
         self.modules = tuple(modules)
         """One, or those that were sharded together."""
         self.has_several = len(self.modules) > 1
+        """Then it has one forward for each module, and is kept unsharded between those that follow one another."""
         self.groups = list(groups)
         self.settings = settings
         self.ancestors = tuple(ancestors)

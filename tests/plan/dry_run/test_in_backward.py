@@ -10,7 +10,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
-from shardwise.fsdp.parameter_group import GradientShard
+from shardwise.fsdp.sharded_parameter import GradientShard
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import Allocate, Free, Recording, UnitMark
 from shardwise.plan.dry_run.step import record

@@ -17,9 +17,9 @@ from shardwise.engine.extensions.few_bits import BlockGroup
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.modules import Original, Values
 from shardwise.fsdp.operations import norms_of_pieces
-from shardwise.fsdp.parameter_group import GradientShard, Group, MakeGradients, ParameterState, Versioned
+from shardwise.fsdp.parameter_group import Group, MakeGradients, ParameterState, Versioned
 from shardwise.fsdp.reducer import InFlight
-from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter, piece_in
+from shardwise.fsdp.sharded_parameter import GradientShard, Placement, ShardedParameter, piece_in
 from shardwise.fsdp.unit import Unit
 from shardwise.offload.host_step import HostStep
 from shardwise.offload.offloaded_slice import OffloadedSlice, SliceState
