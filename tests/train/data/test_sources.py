@@ -1,4 +1,6 @@
+import gzip
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -94,20 +96,37 @@ def test_an_unknown_built_in_corpus() -> None:
         read_documents("builtin:shakespeare")
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"content": "x"}, r"a\.jsonl:1: a row needs text, messages, or prompt and completion; this one has content"),
-        ({"text": 3}, r"a\.jsonl:1: text must be text, not 3"),
-        ({"messages": [{"role": "user", "content": "q"}]}, "has no assistant message"),
-        ({"messages": [{"role": "assistant"}]}, "a role and a content"),
-        ({"messages": [1]}, r"a\.jsonl:1: every message needs a role and a content"),
-        ({"messages": "hello"}, r'a\.jsonl:1: messages must be a list, not "hello"'),
-    ],
-)
-def test_rows_that_are_not_documents(tmp_path: Path, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_documents(write_rows(tmp_path / "a.jsonl", row))
+def test_a_row_that_is_no_document_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: a row needs text, messages, .*; this one has content"):
+        read_documents(write_rows(tmp_path / "a.jsonl", {"text": "x"}, {"content": "x"}))
+
+
+def texts(source: str, *further: str | None) -> list[str]:
+    return [document.segments[0].text for document in read_documents(source, *further)]
+
+
+def test_arrow_files_and_what_save_to_disk_writes(tmp_path: Path) -> None:
+    import datasets
+
+    table = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    table.save_to_disk(str(tmp_path / "saved"))
+    assert texts(str(tmp_path / "saved")) == ["one", "two"]
+    assert texts(str(next((tmp_path / "saved").glob("*.arrow")))) == ["one", "two"]
+    datasets.DatasetDict(train=table, test=table.select([1])).save_to_disk(str(tmp_path / "splits"))
+    assert texts(str(tmp_path / "splits")) == ["one", "two"]
+    assert texts(str(tmp_path / "splits"), None, None, "test") == ["two"]
+    with pytest.raises(ConfigError, match=r"has no split 'dev': set data\.split to one of train, test"):
+        texts(str(tmp_path / "splits"), None, None, "dev")
+    with pytest.raises(ConfigError, match="has no splits; leave it out"):
+        texts(str(tmp_path / "saved"), None, None, "test")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz"])
+def test_compressed_tables(tmp_path: Path, suffix: str) -> None:
+    compress = {".gz": gzip.compress, ".xz": lzma.compress}[suffix]
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(compress(b'{"text": "one"}\n'))
+    assert texts(str(path)) == ["one"]
 
 
 def test_a_file_that_is_not_its_format(tmp_path: Path) -> None:

@@ -157,15 +157,16 @@ class DataConfig(Section):
     """`[data]`: the text, and how it becomes sequences."""
 
     source: Annotated[str, Field(min_length=1)] = "builtin:python-stdlib"
-    """"builtin:python-stdlib" (the interpreter's own sources), a file, a directory, a glob, or a data set on a hub:
-    "org/name" or "org/name@revision". "unset": the user must set it before training starts."""
+    """"builtin:python-stdlib" (the interpreter's own sources), a file, a directory, a glob, a directory that
+    `save_to_disk` of `datasets` wrote, or a data set on a hub: "org/name" or "org/name@revision". "unset": the user
+    must set it before training starts."""
     split: Annotated[str | None, Field(min_length=1), NoneWord] = None
-    """The split of a hub's data set; none = "train"."""
+    """The split of a hub's data set, or of a saved one; none = "train"."""
     subset: Annotated[str | None, Field(min_length=1), NoneWord] = None
     """The subset of a hub's data set (its configuration); none = its only one, or its default."""
-    format: Annotated[Literal["text", "jsonl", "parquet", "csv", "tsv"] | None, NoneWord] = None
-    """The format of the files; none = by suffix. Rows of tables (jsonl, parquet, csv, tsv) have `text`, or `messages`,
-    or `prompt` and `completion`."""
+    format: Annotated[Literal["text", "jsonl", "parquet", "arrow", "csv", "tsv"] | None, NoneWord] = None
+    """The format of the files; none = by suffix. Rows of tables have `text`, or `messages`, or `conversations`
+    (ShareGPT), or `instruction` and `output` (Alpaca), or `prompt` and `completion`."""
     tokenizer: Annotated[str | None, Field(min_length=1), NoneWord] = None
     """A directory with a tokenizer, a name on a hub, or "bytes" (256 byte values and one end-of-text token, in a
     vocabulary of 320); none = the model's own, and "bytes" for a model that starts from random weights and has none."""

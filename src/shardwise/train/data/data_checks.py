@@ -17,10 +17,11 @@ from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import DataConfig, ModelConfig
 from shardwise.train.data.corpus import BUILTIN_CORPORA, BUILTIN_PREFIX
-from shardwise.train.data.documents import Document, document_of_row
+from shardwise.train.data.documents import Document
 from shardwise.train.data.holdout import hold_out
 from shardwise.train.data.model_files import TOKENIZER_FILES, has_tokenizer
-from shardwise.train.data.sources import check_keys, counted, find_files, format_of, read_documents
+from shardwise.train.data.rows import document_of_row
+from shardwise.train.data.sources import check_keys, counted, find_files, format_of, is_saved, read_documents
 from shardwise.train.data.tokenizer import BYTES, ByteTokenizer
 
 SMALL_BYTES = 2**20
@@ -39,6 +40,8 @@ def check_data(config: DataConfig) -> None:
         return
     if hub_name(config.source) is not None:
         return  # the ranks read it
+    if is_saved(config.source):
+        return  # likewise
     files = find_files(config.source)
     with reading("data.source", config.source):
         total_bytes = sum(file.stat().st_size for file in files)

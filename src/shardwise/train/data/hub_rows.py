@@ -16,7 +16,8 @@ from typing import Any
 
 from shardwise import hub
 from shardwise.errors import ConfigError, HubError, one_line
-from shardwise.train.data.documents import Document, document_of_row
+from shardwise.train.data.documents import Document
+from shardwise.train.data.rows import document_of_row
 
 _ARROW_BYTES = 2
 """A data set needs this many times the bytes of its files: they are kept, and copied into a memory-mapped file."""

@@ -5,26 +5,32 @@ from __future__ import annotations
 import glob
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, one_line
 from shardwise.hub import hub_name
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import UNSET, DataConfig
 from shardwise.train.data.corpus import BUILTIN_PREFIX, builtin_documents
-from shardwise.train.data.documents import TEXT_ERRORS, Document, document_of_row
+from shardwise.train.data.documents import TEXT_ERRORS, Document
 from shardwise.train.data.hub_rows import hub_documents
+from shardwise.train.data.rows import document_of_row
 
 _SUFFIX_FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
-_SUFFIX_FORMATS |= {".csv": "csv", ".tsv": "tsv"}
+_SUFFIX_FORMATS |= {".csv": "csv", ".tsv": "tsv", ".arrow": "arrow"}
+_COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst"})
+"""Suffixes after a table's own; `datasets` decompresses such files."""
+_TABLE, _TABLES = "state.json", "dataset_dict.json"
+"""Files by which a folder that `save_to_disk` of `datasets` wrote is recognised: a table, and tables by split."""
 _BUILDERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "jsonl": ("json", {}),
     "parquet": ("parquet", {}),
     "csv": ("csv", {}),
     "tsv": ("csv", {"delimiter": "\t"}),
+    "arrow": ("arrow", {}),
 }
 """By format: the builder of the `datasets` library, and its options."""
 
@@ -35,11 +41,12 @@ def read_documents(
     """Return every document of a source, in an order that depends only on the files' names.
 
     Args:
-        source: `builtin:NAME`, a file, a folder (every file below it), a glob (`**` descends), or the name of a data
-            set on a hub.
-        file_format: "text", "jsonl", "parquet", "csv" or "tsv"; None = by suffix, where an unknown suffix means text.
+        source: `builtin:NAME`, a file, a folder (every file below it, or what `save_to_disk` of `datasets` wrote), a
+            glob (`**` descends), or the name of a data set on a hub.
+        file_format: "text", "jsonl", "parquet", "arrow", "csv" or "tsv"; None = by suffix, where an unknown suffix
+            means text.
         subset: of a hub's data set; None = its only one, or its default.
-        split: of a hub's data set; None = "train".
+        split: of a hub's data set, or of a folder with several; None = "train".
 
     Raises:
         ConfigError: the source has no files or no text, or a file cannot be read or is not in its format.
@@ -53,6 +60,11 @@ def read_documents(
         return rows
     if source.startswith(BUILTIN_PREFIX):
         return builtin_documents(source.removeprefix(BUILTIN_PREFIX))
+    if is_saved(source):
+        saved = list(_documents(source, _saved_rows(source, split)))
+        if not saved:
+            raise ConfigError(f"data.source={source!r} has no text in its rows")
+        return saved
     files = find_files(source)
     documents: list[Document] = []
     with reading("data.source", source):
@@ -65,10 +77,10 @@ def read_documents(
 
 def check_keys(config: DataConfig) -> None:
     """Raise ConfigError for a key that has no effect on the kind of source that is given."""
-    named = hub_name(config.source) is not None
-    for key in ("format",) if named else ("subset", "split"):
+    named, saved = hub_name(config.source) is not None, is_saved(config.source)
+    for key in ("format",) if named else ("format", "subset") if saved else ("subset", "split"):
         if getattr(config, key) is not None:
-            what = "a data set of a hub" if named else "no data set of a hub"
+            what = "a data set of a hub" if named else "a saved data set" if saved else "no data set of a hub"
             raise ConfigError(
                 f"data.{key}={getattr(config, key)!r} has no effect, because data.source={config.source!r} is {what}: "
                 f"leave {key} out"
@@ -76,8 +88,16 @@ def check_keys(config: DataConfig) -> None:
 
 
 def format_of(file: Path) -> str:
-    """Return the format that a file's suffix implies."""
-    return _SUFFIX_FORMATS.get(file.suffix.lower(), "text")
+    """Return the format that a file's suffix implies, or the one before that of a compression."""
+    suffix = file.with_suffix("").suffix if file.suffix.lower() in _COMPRESSED else file.suffix
+    return _SUFFIX_FORMATS.get(suffix.lower(), "text")
+
+
+def is_saved(source: str) -> bool:
+    """Return whether a source is a folder that `save_to_disk` of `datasets` wrote. Raises ConfigError if it cannot be
+    read."""
+    with reading("data.source", source):
+        return any((Path(source) / name).is_file() for name in (_TABLE, _TABLES))
 
 
 def counted(files: int) -> str:
@@ -123,14 +143,39 @@ def _read_file(file: Path, file_format: str) -> Iterator[Document]:
         if text:
             yield Document.of_text(file.as_posix(), text)
         return
-    for index, row in enumerate(_read_rows(file, file_format)):
-        document = document_of_row(f"{file.as_posix()}:{index + 1}", row)
+    yield from _documents(file.as_posix(), read_rows(file, file_format))
+
+
+def _documents(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Document]:
+    """Yield the documents of rows; their keys are the table's name and their numbers."""
+    for number, row in enumerate(rows, 1):
+        document = document_of_row(f"{name}:{number}", row)
         if document is not None:
             yield document
 
 
-def _read_rows(file: Path, file_format: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a table, read by `datasets`, which keeps them in memory-mapped files instead of RAM."""
+def _saved_rows(source: str, split: str | None) -> Any:
+    """Return the rows of a folder that `save_to_disk` wrote, memory-mapped. Raises ConfigError if they cannot be read,
+    or there is no such split."""
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"data.source={source!r}: `datasets` cannot read it: {one_line(error)}") from None
+    if not isinstance(found, datasets.DatasetDict):
+        if split not in {None, "train"}:
+            raise ConfigError(f"data.split={split!r} has no effect: data.source={source!r} has no splits; leave it out")
+        return found
+    name = split or "train"
+    if name not in found:
+        raise ConfigError(f"data.source={source!r} has no split {name!r}: set data.split to one of {', '.join(found)}")
+    return found[name]
+
+
+def read_rows(file: Path, file_format: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a file, read by `datasets`, which keeps them in memory-mapped files instead of RAM. Raises
+    ConfigError if the file is not in its format."""
     if not file.stat().st_size:  # `datasets` raises an unhelpful error for an empty file
         return
     import datasets
