@@ -30,6 +30,11 @@ INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 _CONFIGURATION = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 """Endings of the files of a model's configuration and tokenizer, at the top of its repository."""
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
+    "tekken.json",
+)  # fmt: skip
+"""Files of which a directory with a tokenizer has at least one."""
 _TEMPLATES = "additional_chat_templates/"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([^@\s]+))?", re.ASCII)
@@ -89,8 +94,8 @@ _LISTED: dict[tuple[HubName, str], Listing] = {}
 """Listings of commits that this process knows, by name and kind."""
 
 
-def _say_nothing(line: str) -> None:
-    pass
+def say_nothing(line: str) -> None:
+    """Take a line, and show it nowhere."""
 
 
 def shown(text: str) -> str:
@@ -128,7 +133,7 @@ def local(text: str | os.PathLike[str]) -> Path:
 
 
 def fetch(
-    text: str | os.PathLike[str], where: str, *, weights: bool = False, say: Callable[[str], None] = _say_nothing
+    text: str | os.PathLike[str], where: str, *, weights: bool = False, say: Callable[[str], None] = say_nothing
 ) -> Path:
     """Return the directory of a model as `local` does, and download first what of it is missing.
 
@@ -167,6 +172,11 @@ def fetch_adapter(text: str, where: str) -> Path:
     return _download(listed, [*listed.configuration, ADAPTER], where)
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a directory has a tokenizer that transformers may be able to load."""
+    return any((directory / file).exists() for file in TOKENIZER_FILES)
+
+
 def fetch_config(name: HubName, where: str) -> Path:
     """Return a model's `config.json`, alone of its files, after downloading it if it is not in the cache. Raises
     HubError as `fetch` does."""
@@ -187,7 +197,7 @@ class Fetchers(Protocol):
 
 
 def fetch_together(
-    text: str, where: str, peers: Fetchers, *, weights: bool = False, say: Callable[[str], None] = _say_nothing
+    text: str, where: str, peers: Fetchers, *, weights: bool = False, say: Callable[[str], None] = say_nothing
 ) -> Path:
     """Do the same as `fetch` with all ranks: rank 0 pins the name to a commit, the first rank of each machine
     downloads, and the others wait without a timeout. Every rank must call this, with the same text.

@@ -40,7 +40,6 @@ def test_a_hugging_face_directory(tmp_path: Path) -> None:
 
 
 def test_a_run_and_its_steps(tmp_path: Path) -> None:
-    """`final/` if it is there, else the newest step."""
     model = save_llama(tmp_path / "model")
     files = {path.name: path.read_bytes() for path in (tmp_path / "model").glob("tokenizer*")}
     expected = generated(model)
@@ -49,9 +48,6 @@ def test_a_run_and_its_steps(tmp_path: Path) -> None:
     step.parent.mkdir(parents=True)
     sw.checkpoint.save(step, sharded, torch.optim.AdamW(sharded.parameters()), step=3, files=files)
     assert generated(loaded(step)) == generated(loaded(tmp_path / "run")) == expected
-    assert find_source(str(tmp_path / "run")).weights == step
-    shutil.copytree(tmp_path / "model", tmp_path / "run" / "final")
-    assert find_source(str(tmp_path / "run")).weights == tmp_path / "run" / "final"
 
 
 def test_an_adapter(tmp_path: Path) -> None:
@@ -64,10 +60,6 @@ def test_an_adapter(tmp_path: Path) -> None:
     assert generated(loaded(tmp_path / "adapter")) == generated(model)
     shutil.move(tmp_path / "base", tmp_path / "elsewhere")
     assert generated(loaded(tmp_path / "adapter", base=str(tmp_path / "elsewhere"))) == generated(model)
-    with pytest.raises(UserError, match=r"names the base .*: give the directory of its base with --base"):
-        find_source(str(tmp_path / "adapter"))
-    with pytest.raises(UserError, match="not a PEFT adapter, and only those have a base: leave --base out"):
-        find_source(str(tmp_path / "elsewhere"), base="x")
 
 
 def test_the_dtype_is_the_stored_one(tmp_path: Path) -> None:
@@ -79,18 +71,6 @@ def test_the_dtype_is_the_stored_one(tmp_path: Path) -> None:
 
 def test_what_is_not_a_model(tmp_path: Path) -> None:
     save_llama(tmp_path / "model")
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    torch.save({}, tmp_path / "whole.pt")
-    for text, words in (
-        ("modle", "no such directory; did you mean .*model"),
-        ("run", "is a run without a checkpoint"),
-        ("whole.pt", "convert it first"),
-        ("run/checkpoints", "is not a checkpoint"),
-    ):
-        with pytest.raises(UserError, match=words):
-            find_source(str(tmp_path / text))
-    with pytest.raises(UserError, match="is a URL"):
-        find_source("s3://bucket/model")
     for path in (tmp_path / "model").glob("tokenizer*"):
         path.unlink()
     with pytest.raises(UserError, match=r"has no tokenizer .*: give the one that belongs to it"):
@@ -108,6 +88,3 @@ def test_what_is_not_a_model(tmp_path: Path) -> None:
         (tmp_path / "model" / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(UserError, match=words):
             build_model(source, None)
-    (tmp_path / "model" / "config.json").unlink()
-    with pytest.raises(UserError, match=r"has no config.json"):
-        find_source(str(tmp_path / "model"), tokenizer=str(tmp_path / "tokens"))

@@ -289,7 +289,7 @@ def test_a_length_that_the_trace_fixed_is_found(tmp_path, capsys):
         (["final", "--onnx", "out", "--opset", "3"], "opset 3: must be from 18 to 23"),
         (["final", "--onnx", "out", "--quantize", "int4"], "quantize 'int4': must be int8"),
         (["final", "--onnx", "out", "--text", "none.txt"], "none.txt: no such file of text"),
-        (["final", "--onnx", "out", "--base", "x"], "final is not an adapter"),
+        (["final", "--onnx", "out", "--base", "x"], "final is not a PEFT adapter"),
         (["weights", "--onnx", "out"], "weights has no config.json"),
         (["file.pt", "--onnx", "out"], "shardwise convert file.pt DIR --to hf"),
     ],

@@ -222,7 +222,7 @@ def export(  # noqa: PLR0913, PLR0917 - one for each option
         str,
         typer.Argument(
             metavar="CHECKPOINT",
-            help="final/, a checkpoint, a finished run, a PEFT adapter, a Hugging Face directory, or a hub's "
+            help="final/, a step's directory, a run, a PEFT adapter, any Hugging Face directory, or a hub's "
             "org/name[@revision].",
         ),
     ],

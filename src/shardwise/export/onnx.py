@@ -65,7 +65,7 @@ def export_onnx(  # noqa: PLR0913 - options of a command
     """Write a model as ONNX files, and compare them with PyTorch in onnxruntime. One process, no process group.
 
     Args:
-        checkpoint: `final/`, a step directory, a finished run, an adapter, a Hugging Face directory, or a hub's name.
+        checkpoint: as in `find_model`: `final/`, a step directory, a run, an adapter, a hub's name and so on.
         directory: must be empty or absent. It appears complete, or not at all.
         opset: the version of ONNX's operators.
         quantize: "int8" also writes every graph with weights of 8 bits, under names that end with `_int8`.

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-from shardwise import checkpoint, hub
+from shardwise import checkpoint
 from shardwise.checkpoint.format import manifest
-from shardwise.checkpoint.interchange.kinds import Kind, is_adapter, kind_of
+from shardwise.checkpoint.interchange.model_directories import find_model
 from shardwise.checkpoint.interchange.safetensors_files import configuration_of
-from shardwise.checkpoint.publish.commit import FINAL
 from shardwise.errors import CheckpointError, UsageError, one_line
-from shardwise.suggest import nearest_path
 from shardwise.tables import format_bytes
 
 TIMES, TIMES_QUANTIZED = 3, 5
@@ -44,62 +42,33 @@ def opened(text: str, base: str | None, times: int) -> Iterator[Source]:
     """Yield the model of a checkpoint.
 
     Args:
-        text: `final/`, a step directory, a finished run, an adapter, a Hugging Face directory, or a hub's name.
-        base: for an adapter, the base to merge it into; None = the one that its configuration names.
+        text, base: as in `find_model`. An adapter is merged into its base.
         times: the memory that the work on it takes, in times its weights' in fp32.
 
     Raises CheckpointError or HubError if there is no such checkpoint or it has no configuration of transformers;
     UsageError if there is too little memory, before any weight is read.
     """
-    path, name = _found(text)
-    adapter = None
-    if name is None:
-        with manifest.reading(path):
-            kind = kind_of(path)
-        if kind is Kind.ADAPTER or (kind is Kind.SHARDWISE and is_adapter(path)):
-            adapter = path
-        elif kind not in {Kind.HUGGING_FACE, Kind.SHARDWISE}:
-            raise CheckpointError(
-                f"{path} is not a Hugging Face directory: write one with `shardwise convert {path} DIR --to hf "
-                "--files-from A_DIRECTORY_WITH_CONFIG_JSON`, and export that"
-            )
-    if adapter is None and base is not None:
-        raise CheckpointError(f"{text} is not an adapter: leave --base {base} out")
+    found = find_model(text, base, weights=False)
+    model_class, config = _described(found.weights, text)
+    _refuse_large(model_class, config, text, times)
+    found = find_model(text, base)
     with tempfile.TemporaryDirectory() as merged:
-        if adapter is not None:
-            path = Path(merged) / "merged"
-            checkpoint.convert(adapter, path, "hf", base=base)
-        model_class, config = _described(path, text)
-        _refuse_large(model_class, config, text, times)
-        if name is not None:
-            path = hub.fetch(text, text, weights=True)
-        elif (path / manifest.NAME).is_file():
+        path = found.weights
+        if (path / manifest.NAME).is_file():
             checkpoint.verify(path)
         files = configuration_of(path)
-        if adapter is not None:
-            files |= {key: value for key, value in configuration_of(adapter).items() if key not in _ADAPTERS_OWN}
-        yield Source(_loaded(model_class, path, text), _tokenizer(path, adapter), files)
-
-
-def _found(text: str) -> tuple[Path, hub.HubName | None]:
-    """Return the directory of a checkpoint, and its name if it is on a hub: then only its configuration is there."""
-    name = hub.hub_name(text)
-    if name is not None:
-        return hub.fetch(text, text), name
-    path = Path(text)
-    if not path.exists():
-        raise CheckpointError(f"{text}: no such checkpoint{nearest_path(path)}")
-    if not (path / "config.json").is_file() and (path / FINAL).is_dir():
-        path /= FINAL
-    return path, None
+        if found.adapter is not None:
+            path = Path(merged) / "merged"
+            checkpoint.convert(found.adapter, path, "hf", base=found.weights)
+            own = configuration_of(found.adapter)
+            files |= {name: content for name, content in own.items() if name not in _ADAPTERS_OWN}
+        yield Source(_loaded(model_class, path, text), _tokenizer(found.tokenizer), files)
 
 
 def _described(path: Path, text: str) -> tuple[Any, Any]:
     """Return the class of transformers that a directory's configuration names, and the configuration."""
     import transformers
 
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"{text} has no config.json: only models of transformers can be exported")
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:
@@ -155,16 +124,12 @@ def _loaded(model_class: Any, path: Path, text: str) -> Any:
     return model.eval().requires_grad_(requires_grad=False)
 
 
-def _tokenizer(path: Path, adapter: Path | None) -> Any:
+def _tokenizer(directory: Path | None) -> Any:
     import transformers
 
-    for directory in (adapter, path):
-        if directory is not None and any((directory / name).is_file() for name in _TOKENIZERS):
-            try:
-                return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
-            except Exception as error:
-                raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {one_line(error)}") from error
-    return None
-
-
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json")
+    if directory is None:
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {one_line(error)}") from error

@@ -13,11 +13,12 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint.interchange.kinds import ADAPTER_WEIGHTS
+from shardwise.checkpoint.interchange.model_directories import CONFIG
 from shardwise.checkpoint.pretrained import blank_for
 from shardwise.errors import ConfigError, UserError, one_line
 from shardwise.fsdp.strategy import LEAST_SLOTS
 from shardwise.generation.generate import check_generates
-from shardwise.generation.source import CONFIG, Source
+from shardwise.generation.source import Source
 from shardwise.modules.adapters import adapter_names
 from shardwise.plan.models.transformers_models import model_and_config
 from shardwise.train.process.ranks import Ranks

@@ -214,7 +214,7 @@ def _run(path: Path) -> InspectedRun | None:
     """Return the checkpoints of a run's directory or of its `checkpoints`; None if it is neither."""
     if directory_of(path).has(manifest.NAME):
         return None
-    inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    inner = path / commit.CHECKPOINTS if (path / commit.CHECKPOINTS).is_dir() else path
     names = [entry for entry in sorted(inner.iterdir()) if entry.is_dir() and entry.name.startswith("step-")]
     has_final = (path / commit.FINAL).is_dir()
     has_begun = has_final or (path / "metrics.jsonl").is_file()

@@ -96,20 +96,20 @@ def read_config(adapter: Path) -> dict[str, Any]:
         raise CheckpointError(f"{adapter / CONFIG} is damaged: {error}") from None
 
 
-def find_base(adapter: Path, given: str | None, config: Mapping[str, Any]) -> Path:
+def find_base(adapter: Path, given: str | None, config: Mapping[str, Any], *, weights: bool = True) -> Path:
     """Return the directory of an adapter's base, downloaded if it is named on a hub. Arguments and errors are as of
-    `read_merged`; `config` is the adapter's."""
+    `read_merged`; `config` is the adapter's, and `weights` as of `hub.fetch`."""
     name = given if given is not None else str(config.get("base_model_name_or_path") or "")
     if name and Path(name).is_dir():
         return Path(name)
     if given is not None:
         if hub_name(given) is None:
             raise CheckpointError(f"--base {given} is not a directory{nearest_path(Path(given))}")
-        return fetch(given, f"--base {given}", weights=True)
+        return fetch(given, f"--base {given}", weights=weights)
     if hub_name(name) is not None:
         revision = config.get("revision")
         try:
-            return fetch(f"{name}@{revision}" if revision else name, f"{adapter}: its base {name!r}", weights=True)
+            return fetch(f"{name}@{revision}" if revision else name, f"{adapter}: its base {name!r}", weights=weights)
         except HubError as error:
             raise HubError(f"{error}; or give the base's directory with --base") from None
     named = f"names the base {name!r}, which does not exist here" if name else "names no base"

@@ -21,6 +21,8 @@ DAMAGED = ".damaged"
 REPLACED = ".replaced"
 FINAL = "final"
 """Name, in a run's directory, of the trained model: a checkpoint without an optimizer, from which no run is resumed."""
+CHECKPOINTS = "checkpoints"
+"""Name, in a run's directory, of the directory of its checkpoints."""
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -186,7 +188,7 @@ def latest(run_directory: Location) -> Path | str | None:
     with manifest.reading(run):
         found = [
             (step, name, place.child(name).location)
-            for place in (run, run.child("checkpoints"))
+            for place in (run, run.child(CHECKPOINTS))
             for name in place.names()
             if name != FINAL
             and not name.endswith((PARTIAL, DAMAGED, REPLACED))

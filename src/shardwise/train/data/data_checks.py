@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.hub import hub_name, local
+from shardwise.hub import TOKENIZER_FILES, has_tokenizer, hub_name, local
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import DataConfig, ModelConfig
 from shardwise.train.data.corpus import BUILTIN_CORPORA, BUILTIN_PREFIX
 from shardwise.train.data.documents import Document
 from shardwise.train.data.holdout import hold_out
-from shardwise.train.data.model_files import TOKENIZER_FILES, has_tokenizer
 from shardwise.train.data.rows import document_of_row
 from shardwise.train.data.sources import check_keys, counted, find_files, format_of, is_saved, read_documents
 from shardwise.train.data.tokenizer import BYTES, ByteTokenizer

@@ -16,10 +16,6 @@ from shardwise.train.config.schema import RANDOM, UNSET, Config, ModelConfig
 from shardwise.train.data.hub_rows import prepare
 from shardwise.train.data.tokenizer import BYTES
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
-    "tekken.json",
-)  # fmt: skip
 _MANIFEST = "manifest.json"
 """`checkpoint.format.manifest.NAME`: a cached plan is to import neither that nor numpy."""
 _ASK_FOR_RANDOM = f'set model.weights = "{RANDOM}" to train from random numbers'
@@ -109,11 +105,6 @@ def has_weights(name: str) -> bool:
     return not {hub.SINGLE, hub.INDEX}.isdisjoint(hub.listing(found, repr(name)).files)
 
 
-def has_tokenizer(directory: Path) -> bool:
-    """Return whether a directory has a tokenizer that transformers may be able to load."""
-    return any((directory / file).exists() for file in TOKENIZER_FILES)
-
-
 def _found(key: str, name: str | None) -> str | None:
     """Return a path that exists, or a name pinned to a commit whose configuration is in the cache. None if None."""
     if name is None:
@@ -164,11 +155,11 @@ def _own_tokenizer(model: ModelConfig) -> str:
     if model.path is None:
         return BYTES
     for name in (model.directory, model.pretrained):
-        if name is not None and has_tokenizer(hub.local(name)):
+        if name is not None and hub.has_tokenizer(hub.local(name)):
             return name
     if model.pretrained is not None:
         raise ConfigError(
-            f"{model.pretrained} has weights but no tokenizer (no {TOKENIZER_FILES[0]} or the like): set "
+            f"{model.pretrained} has weights but no tokenizer (no {hub.TOKENIZER_FILES[0]} or the like): set "
             f'data.tokenizer to the tokenizer that belongs to them, or to "{BYTES}"'
         )
     return BYTES

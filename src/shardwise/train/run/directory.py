@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.publish.commit import FINAL
+from shardwise.checkpoint.publish.commit import CHECKPOINTS, FINAL
 from shardwise.errors import ConfigError
 from shardwise.train.config.files import dump_toml
 from shardwise.train.config.schema import Config
@@ -49,7 +49,7 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         """Directory of the checkpoints `step-NNNNNN/`."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def final(self) -> Path:
