@@ -32,7 +32,7 @@ from tests.engine.rig import on_ranks
 ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("user-guide", "integrations", "failures", "fsdp1", "fsdp2", "jax")),
+    *(f"docs/{name}.md" for name in ("user-guide", "data", "integrations", "failures", "fsdp1", "fsdp2", "jax")),
 ]
 TOKENIZER = ROOT / "recipes" / "python-tokenizer"
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -88,7 +88,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_there_are_commands_on_the_pages() -> None:
-    named = {"train", "generate", "inspect", "convert", "push", "plan", "bench", "export"}
+    named = {"init", "train", "generate", "inspect", "convert", "push", "plan", "bench", "export"}
     assert {words[0] for words in COMMANDS} == named
     assert len(COMMANDS) >= 15
 

@@ -11,6 +11,7 @@ import typer
 
 from shardwise.cli import bench as bench_script
 from shardwise.cli import generate as generate_command
+from shardwise.cli import init as init_command
 from shardwise.cli import plan as plan_command
 from shardwise.cli.foreign import convert as convert_configuration
 from shardwise.cli.foreign import is_configuration
@@ -269,6 +270,7 @@ def push(
     return Exit.DONE
 
 
+app.command()(init_command.init)
 app.command()(generate_command.generate)
 app.command()(plan_command.plan)
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 from shardwise.cli.process.exit import Exit, end, missing_extra
 from shardwise.train.process.interruption import end_at_once
 
-_LEAVE_MEMORY = frozenset({"plan"})
+_LEAVE_MEMORY = frozenset({"init", "plan"})
 """Commands that hold only memory when they end, so that the process may exit without releasing it."""
 
 

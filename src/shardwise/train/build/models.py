@@ -64,6 +64,21 @@ def build_model(config: ModelConfig, text: TextShape, lora: LoraConfig = NO_ADAP
     return (add_adapter(model, lora, config) if lora.r else model).train()
 
 
+def positions_and_dtype(config: ModelConfig) -> tuple[int | None, str]:
+    """Return the longest sequence that a model's configuration states, None if it states none; and the dtype that it
+    names, for `model.dtype`: "bf16" for one of 16 bits, else "fp32".
+
+    Args:
+        config: with `path`.
+
+    Raises:
+        ConfigError: there is no configuration at the path.
+    """
+    assert config.path is not None
+    found: Any = _config_at(config.path)
+    return positions_of(text_part(found)), "bf16" if found.dtype in {torch.bfloat16, torch.float16} else "fp32"
+
+
 def _build_base(config: ModelConfig, text: TextShape) -> nn.Module:
     if config.factory is not None:
         build = load_factory(config.factory, f"model.factory={config.factory!r}", ConfigError)

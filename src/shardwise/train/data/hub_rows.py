@@ -16,21 +16,17 @@ from typing import Any
 
 from shardwise import hub
 from shardwise.errors import ConfigError, HubError, one_line
-from shardwise.train.data.documents import Document
-from shardwise.train.data.rows import document_of_row
 
 _ARROW_BYTES = 2
 """A data set needs this many times the bytes of its files: they are kept, and copied into a memory-mapped file."""
 
 
-def hub_documents(name: hub.HubName, subset: str | None, split: str | None) -> Iterator[Document]:
-    """Yield the rows of a data set as documents; see `prepare`. They are named without the revision, so that rows that
-    are held out stay so in another one."""
-    for index, row in enumerate(prepare(name, subset, split)):
-        key = "/".join(part for part in (name.repository, subset, split or "train") if part)
-        document = document_of_row(f"{key}:{index + 1}", row)
-        if document is not None:
-            yield document
+def hub_rows(name: hub.HubName, subset: str | None, split: str | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the rows of a data set with their names; see `prepare`. They are named without the revision, so that rows
+    that are held out stay so in another one."""
+    key = "/".join(part for part in (name.repository, subset, split or "train") if part)
+    for number, row in enumerate(prepare(name, subset, split), 1):
+        yield f"{key}:{number}", row
 
 
 def prepare(name: hub.HubName, subset: str | None, split: str | None, say: Callable[[str], None] | None = None) -> Any:

@@ -16,7 +16,7 @@ from shardwise.train.config.files import reading
 from shardwise.train.config.schema import UNSET, DataConfig
 from shardwise.train.data.corpus import BUILTIN_PREFIX, builtin_documents
 from shardwise.train.data.documents import TEXT_ERRORS, Document
-from shardwise.train.data.hub_rows import hub_documents
+from shardwise.train.data.hub_rows import hub_rows
 from shardwise.train.data.rows import document_of_row
 
 _SUFFIX_FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
@@ -52,27 +52,36 @@ def read_documents(
         ConfigError: the source has no files or no text, or a file cannot be read or is not in its format.
         HubError: a data set of a hub cannot be fetched.
     """
+    found = (document_of_row(key, row) for key, row in each_row(source, file_format, subset, split))
+    documents = [document for document in found if document is not None]
+    if not documents:
+        rows = hub_name(source) is not None or source.startswith(BUILTIN_PREFIX) or is_saved(source)
+        raise ConfigError(
+            f"data.source={source!r} has no text in its {'rows' if rows else counted(len(find_files(source)))}"
+        )
+    return documents
+
+
+def each_row(
+    source: str, file_format: str | None = None, subset: str | None = None, split: str | None = None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield every row of a source and its name, which `document_of_row` takes; a file of text is one row with `text`.
+
+    The arguments, the order and the errors are those of `read_documents`, which also raises if there are no rows.
+    """
     name = hub_name(source)
     if name is not None:
-        rows = list(hub_documents(name, subset, split))
-        if not rows:
-            raise ConfigError(f"data.source={source!r} has no text in its rows")
-        return rows
-    if source.startswith(BUILTIN_PREFIX):
-        return builtin_documents(source.removeprefix(BUILTIN_PREFIX))
-    if is_saved(source):
-        saved = list(_documents(source, _saved_rows(source, split)))
-        if not saved:
-            raise ConfigError(f"data.source={source!r} has no text in its rows")
-        return saved
-    files = find_files(source)
-    documents: list[Document] = []
-    with reading("data.source", source):
-        for file in files:
-            documents.extend(_read_file(file, file_format or format_of(file)))
-    if not documents:
-        raise ConfigError(f"data.source={source!r} has no text in its {counted(len(files))}")
-    return documents
+        yield from hub_rows(name, subset, split)
+    elif source.startswith(BUILTIN_PREFIX):
+        for document in builtin_documents(source.removeprefix(BUILTIN_PREFIX)):
+            yield document.key, {"text": document.segments[0].text}
+    elif is_saved(source):
+        yield from _numbered(source, _saved_rows(source, split))
+    else:
+        files = find_files(source)
+        with reading("data.source", source):
+            for file in files:
+                yield from _rows_of_file(file, file_format or format_of(file))
 
 
 def check_keys(config: DataConfig) -> None:
@@ -137,21 +146,16 @@ def _below(folder: Path) -> Iterator[Path]:
         yield from (Path(directory, name) for name in names)
 
 
-def _read_file(file: Path, file_format: str) -> Iterator[Document]:
+def _rows_of_file(file: Path, file_format: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if file_format == "text":
-        text = file.read_bytes().decode(errors=TEXT_ERRORS)
-        if text:
-            yield Document.of_text(file.as_posix(), text)
-        return
-    yield from _documents(file.as_posix(), read_rows(file, file_format))
+        yield file.as_posix(), {"text": file.read_bytes().decode(errors=TEXT_ERRORS)}
+    else:
+        yield from _numbered(file.as_posix(), _table_rows(file, file_format))
 
 
-def _documents(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Document]:
-    """Yield the documents of rows; their keys are the table's name and their numbers."""
+def _numbered(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for number, row in enumerate(rows, 1):
-        document = document_of_row(f"{name}:{number}", row)
-        if document is not None:
-            yield document
+        yield f"{name}:{number}", row
 
 
 def _saved_rows(source: str, split: str | None) -> Any:
@@ -173,7 +177,7 @@ def _saved_rows(source: str, split: str | None) -> Any:
     return found[name]
 
 
-def read_rows(file: Path, file_format: str) -> Iterator[Mapping[str, Any]]:
+def _table_rows(file: Path, file_format: str) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a file, read by `datasets`, which keeps them in memory-mapped files instead of RAM. Raises
     ConfigError if the file is not in its format."""
     if not file.stat().st_size:  # `datasets` raises an unhelpful error for an empty file
