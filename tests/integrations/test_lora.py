@@ -27,8 +27,8 @@ from shardwise.sharded.extensions.blocks import BLOCK_NUMEL, Coder, block_bytes
 from shardwise.train import trainer
 from shardwise.train.config.files import load
 from shardwise.train.config.schema import Config, LoraConfig, ModelConfig
-from shardwise.train.data.batches import Batches, Share, evaluation_batches, load_datasets
-from shardwise.train.loss import next_token_nll
+from shardwise.train.data.batches import Batches, EvaluationBatches, Share, load_datasets
+from shardwise.train.tasks.objectives import next_token_nll
 from tests.engine.rig import on_ranks
 from tests.integrations.models import llama
 
@@ -234,8 +234,8 @@ def reference(config: Config, base: Path) -> list[float]:
     losses = []
     for step in range(config.train.steps):
         [batch] = batches.batch(step)
-        logits = model(input_ids=torch.from_numpy(batch.input_ids)).logits
-        loss = next_token_nll(logits, torch.from_numpy(batch.labels)) / batch.target_tokens
+        logits = model(input_ids=torch.from_numpy(batch.inputs["input_ids"])).logits
+        loss = next_token_nll(logits, torch.from_numpy(batch.labels)) / batch.targets
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -333,13 +333,15 @@ def test_a_run_does_not_go_on_beside_other_random_numbers(tmp_path: Path) -> Non
 
 
 def held_out_loss(config: Config, model: Any) -> float:
-    batches = evaluation_batches(load_datasets(config.data).held_out, Share(0, 1, 1))
+    batches = EvaluationBatches(load_datasets(config.data).held_out, Share(0, 1, 1))
     with torch.no_grad():
         nll = [
-            next_token_nll(model(input_ids=torch.from_numpy(batch.input_ids)).logits, torch.from_numpy(batch.labels))
+            next_token_nll(
+                model(input_ids=torch.from_numpy(batch.inputs["input_ids"])).logits, torch.from_numpy(batch.labels)
+            )
             for batch in batches
         ]
-    return float(sum(nll)) / sum(batch.target_tokens for batch in batches)
+    return float(sum(nll)) / sum(batch.targets for batch in batches)
 
 
 def last_evaluation(config: Config) -> float:

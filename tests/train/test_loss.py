@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
-from shardwise.train.data.batches import IGNORED, MicroBatch
-from shardwise.train.loss import DeviceBatch, LossFunction, StepWeights, evaluate, next_token_nll
+from shardwise.train.data.micro_batch import IGNORED, MicroBatch
+from shardwise.train.loss import DeviceBatch, LossFunction, StepWeights, evaluate
 from shardwise.train.process.interruption import Interruption
 from shardwise.train.process.ranks import Ranks, started
+from shardwise.train.tasks.objectives import next_token_nll
 from tests.ranks import RankPools
 
 VOCAB = 11
@@ -40,7 +41,7 @@ def micro_batch(*targets: int, seed: int = 0) -> DeviceBatch:
     labels = ids.clone()
     for row, count in enumerate(targets):
         labels[row, : 6 - count] = IGNORED
-    return DeviceBatch(ids, labels, int((labels[:, 1:] != IGNORED).sum()))
+    return DeviceBatch({"input_ids": ids}, labels, int((labels[:, 1:] != IGNORED).sum()))
 
 
 def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
@@ -49,7 +50,7 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
 
 def reference(model: LogitsModel, *batches: DeviceBatch) -> Tensor:
     """Return the mean over all tokens that one process with everything in one batch computes."""
-    ids = torch.cat([batch.input_ids for batch in batches])
+    ids = torch.cat([batch.inputs["input_ids"] for batch in batches])
     labels = torch.cat([batch.labels for batch in batches])
     logits = model.head(model.embed(ids))
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
@@ -64,7 +65,7 @@ def test_ranks_and_micro_batches_of_unequal_length_give_the_mean_over_all_tokens
         [micro_batch(5, 1, seed=1), micro_batch(0, 0, seed=2)],
         [micro_batch(2, 0, seed=3), micro_batch(3, 4, seed=4)],
     ]
-    weights = StepWeights(target_tokens=15, micro_batches=2, world_size=2)
+    weights = StepWeights(targets=15, micro_batches=2, world_size=2)
     averaged = [torch.zeros_like(parameter) for parameter in model.parameters()]
     for batches in ranks:
         for batch in batches:
@@ -114,9 +115,9 @@ def test_the_balancing_loss_of_experts_is_kept() -> None:
     model = MoeModel()
     batch = micro_batch(4, 2)
     loss = LossFunction(model)(model, batch)
-    logits = model(batch.input_ids).logits
+    logits = model(batch.inputs["input_ids"]).logits
     torch.testing.assert_close(loss.nll_sum, next_token_nll(logits, batch.labels))
-    scaled = StepWeights(target_tokens=12, micro_batches=2, world_size=2).scale(loss)
+    scaled = StepWeights(targets=12, micro_batches=2, world_size=2).scale(loss)
     torch.testing.assert_close(scaled, loss.nll_sum * 2 / 12 + 0.25 * logits.pow(2).mean() / 2)
 
 
@@ -130,10 +131,8 @@ def test_experts_of_transformers() -> None:
     )  # fmt: skip
     model = MixtralForCausalLM(config)
     batch = micro_batch(5, 5)
-    ours = StepWeights(target_tokens=batch.target_tokens, micro_batches=1, world_size=1).scale(
-        LossFunction(model)(model, batch)
-    )
-    torch.testing.assert_close(ours, model(input_ids=batch.input_ids, labels=batch.labels).loss)
+    ours = StepWeights(targets=batch.targets, micro_batches=1, world_size=1).scale(LossFunction(model)(model, batch))
+    torch.testing.assert_close(ours, model(input_ids=batch.inputs["input_ids"], labels=batch.labels).loss)
 
 
 def test_a_model_that_returns_neither_is_refused() -> None:
@@ -166,12 +165,14 @@ class Uniform(nn.Module):
 
 def test_the_mean_is_over_tokens_and_padding_counts_for_nothing() -> None:
     model = Uniform()
-    long = MicroBatch(ONES, ONES)
-    short = MicroBatch(ONES, np.array([[IGNORED] * 5 + [1]]))
-    empty = MicroBatch(ONES, np.full((1, 6), IGNORED))
-    loss = evaluate(model, LossFunction(model), [long, short, empty], ALONE, Interruption())
-    assert loss is not None
-    assert abs(loss - math.log(7)) < 1e-6
+    long = MicroBatch.of_next_tokens({"input_ids": ONES}, ONES)
+    short = MicroBatch.of_next_tokens({"input_ids": ONES}, np.array([[IGNORED] * 5 + [1]]))
+    empty = MicroBatch.of_next_tokens({"input_ids": ONES}, np.full((1, 6), IGNORED))
+    found = evaluate(model, LossFunction(model), [long, short, empty], ALONE, Interruption())
+    assert found is not None
+    assert abs(found.loss - math.log(7)) < 1e-6
+    assert found.targets == 6
+    assert abs(found.metrics["perplexity"] - 7) < 1e-5
     assert model.training
 
 
@@ -194,7 +195,7 @@ def interrupted(asked_in: list[int]) -> int:
     with started() as ranks:
         interruption = Interruption()
         model = Counted(interruption, asked_in[ranks.rank])
-        batch = MicroBatch(ONES, ONES)
+        batch = MicroBatch.of_next_tokens({"input_ids": ONES}, ONES)
         assert evaluate(model, LossFunction(model), [batch] * 5, ranks, interruption) is None
         assert interruption.agreed
         assert model.training

@@ -29,9 +29,9 @@ config = check(load(sys.argv[1], overrides), 0)
 data = load_datasets(config.data)
 share = Share(1, config.parallel.ranks, config.train.micro_batch)
 (batch,) = Batches(data.train, share, config.train.global_batch, config.data.seed).batch(0)
-assert batch.input_ids.shape == batch.labels.shape == (2, 32), batch
-assert data.tokenizer.decode(batch.input_ids[0].tolist()) in "to be or not to be, " * 4
-assert batch.target_tokens == 2 * 31
+assert batch.inputs["input_ids"].shape == batch.labels.shape == (2, 32), batch
+assert data.tokenizer.decode(batch.inputs["input_ids"][0].tolist()) in "to be or not to be, " * 4
+assert batch.targets == 2 * 31
 print("done")
 """
 

@@ -1,16 +1,17 @@
-"""The training loss: the mean over the target tokens of all ranks and micro-batches, however the tokens are spread.
+"""The training loss: the mean over the targets of all ranks and micro-batches, however they are spread.
 
 Each rank's micro-batch contributes (sum of its negative log-likelihoods) * world_size / (targets of the whole step).
-The engine averages gradients over ranks, so the result is the gradient of the mean over all tokens: a rank with
+The engine averages gradients over ranks, so the result is the gradient of the mean over all targets: a rank with
 little text weighs little. Averaging the ranks' means instead is the error of pytorch/torchtitan#1842.
 
 A model is called in one of two ways, decided by its signature:
 
-- transformers models, and modules whose `forward` takes no `labels`: called without labels; the output is the logits
-  [batch, seq_len, vocab], or has them as `.logits`, and cross entropy is taken here in fp32. This is exact for every
-  model and any weighting, where a model's own `loss` is a mean over its micro-batch.
-- other modules whose `forward` takes `labels`: called with `input_ids=` and `labels=`; the output is the loss, or has
-  it as `.loss`, and must be the mean over the micro-batch's targets (`labels[:, 1:] != -100`), in nats.
+- transformers models, and modules whose `forward` takes no `labels`: called without labels; the output is the logits,
+  or has them as `.logits`, and the task takes its loss of them in fp32. This is exact for every model and any
+  weighting, where a model's own `loss` is a mean over its micro-batch.
+- other modules whose `forward` takes `labels`, in a causal language model's task: called with `input_ids=` and
+  `labels=`; the output is the loss, or has it as `.loss`, and must be the mean over the micro-batch's targets
+  (`labels[:, 1:] != -100`), in nats.
 
 An auxiliary loss that a mixture of experts returns beside its logits (`.aux_loss`) is kept, times the configuration's
 `router_aux_loss_coef`, with equal weight for every micro-batch. It trains the model; the reported loss leaves it out.
@@ -19,37 +20,35 @@ An auxiliary loss that a mixture of experts returns beside its logits (`.aux_los
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import device_tools
 from shardwise.errors import UserError
 from shardwise.plan.models.transformers_models import without_cache
-from shardwise.train.data.batches import IGNORED, MicroBatch
+from shardwise.train.data.micro_batch import MicroBatch
 from shardwise.train.process.interruption import Interruption
 from shardwise.train.process.ranks import Ranks
+from shardwise.train.tasks.objectives import NextToken, Objective
 
 
 class DeviceBatch(NamedTuple):
-    """A micro-batch on the device of its rank."""
+    """A micro-batch on the device of its rank. The fields are as in `MicroBatch`."""
 
-    input_ids: Tensor
-    """[micro_batch, seq_len] int64."""
+    inputs: Mapping[str, Tensor]
     labels: Tensor
-    """[micro_batch, seq_len] int64; -100 is no target. Not shifted."""
-    target_tokens: int
-    """Targets of the loss, counted on the host."""
+    targets: int
+    """Counted on the host."""
 
     @classmethod
     def of(cls, batch: MicroBatch, device: torch.device) -> DeviceBatch:
         """Copy a micro-batch to a device without waiting for the copy. Does not communicate."""
-        input_ids, labels = (device_tools.sent(torch.from_numpy(array), device) for array in batch)
-        return cls(input_ids, labels, batch.target_tokens)
+        inputs = {name: device_tools.sent(torch.from_numpy(array), device) for name, array in batch.inputs.items()}
+        return cls(inputs, device_tools.sent(torch.from_numpy(batch.labels), device), batch.targets)
 
 
 class MicroBatchLoss(NamedTuple):
@@ -65,7 +64,7 @@ class MicroBatchLoss(NamedTuple):
 class StepWeights:
     """The counts that turn a micro-batch's summed loss into its part of the step's mean. The same on every rank."""
 
-    target_tokens: int
+    targets: int
     """Targets of all ranks and micro-batches of this step; at least 1."""
     micro_batches: int
     """Micro-batches of one rank."""
@@ -74,7 +73,7 @@ class StepWeights:
 
     def scale(self, loss: MicroBatchLoss) -> Tensor:
         """Return the scalar to call `backward` on: 0-d, with grad. Does not communicate."""
-        scaled = loss.nll_sum * (self.world_size / self.target_tokens)
+        scaled = loss.nll_sum * (self.world_size / self.targets)
         if loss.auxiliary is not None:
             scaled = scaled + loss.auxiliary / self.micro_batches
         return scaled
@@ -84,11 +83,13 @@ class LossFunction:
     """Calls a model on a micro-batch and returns the loss. Make it before `sw.shard`: it inspects the signature of the
     model's own forward."""
 
-    def __init__(self, model: nn.Module) -> None:
-        parameters = inspect.signature(model.forward).parameters
+    def __init__(self, model: nn.Module, objective: Objective | None = None) -> None:
+        """objective: the task's; None = that of a causal language model."""
+        self.objective = NextToken() if objective is None else objective
+        self._parameters = frozenset(inspect.signature(model.forward).parameters)
         config: Any = getattr(model, "config", None)
         is_transformer = hasattr(model, "get_output_embeddings")
-        self._own_loss = "labels" in parameters and not is_transformer
+        self._own_loss = "labels" in self._parameters and not is_transformer and isinstance(self.objective, NextToken)
         self._no_cache = without_cache(config)
         self._router_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0))
 
@@ -104,38 +105,45 @@ class LossFunction:
         """
         if self._own_loss:
             return MicroBatchLoss(_own_loss(model, batch), None)
-        output = model(input_ids=batch.input_ids, **self._no_cache)
-        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-        if not isinstance(logits, Tensor) or logits.ndim != 3:
-            raise UserError(
-                f"{type(model).__name__} must return logits [batch, seq_len, vocab] or an object with .logits, "
-                f"not {type(output).__name__}; or take labels in its forward and return the loss"
-            )
+        output, logits = self._outputs(model, batch)
         auxiliary = getattr(output, "aux_loss", None)
         if auxiliary is not None:
             auxiliary = auxiliary * self._router_coefficient
-        return MicroBatchLoss(next_token_nll(logits, batch.labels), auxiliary)
+        return MicroBatchLoss(self.objective.nll(logits, batch.labels), auxiliary)
+
+    def evaluated(self, model: nn.Module, batch: DeviceBatch) -> tuple[float, Tensor]:
+        """Run one forward; return the summed loss and the scores of the objective. Waits for the device. Otherwise as
+        `__call__`."""
+        if self._own_loss:
+            return float(_own_loss(model, batch)), torch.zeros(0, dtype=torch.int64)
+        _, logits = self._outputs(model, batch)
+        nll = float(self.objective.nll(logits, batch.labels))
+        return nll, self.objective.scores(logits, batch.labels).cpu()
+
+    def _outputs(self, model: nn.Module, batch: DeviceBatch) -> tuple[Any, Tensor]:
+        """Return a model's output and its logits."""
+        known = self._parameters
+        inputs = {name: value for name, value in batch.inputs.items() if name not in _UNNEEDED or name in known}
+        output = model(**inputs, **self._no_cache)
+        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        if not isinstance(logits, Tensor) or logits.shape[:-1] != batch.labels.shape:
+            shape = "batch, seq_len, vocab" if batch.labels.ndim > 1 else "batch, labels"
+            raise UserError(
+                f"{type(model).__name__} must return logits [{shape}] or an object with .logits, "
+                f"not {type(output).__name__}; or take labels in its forward and return the loss"
+            )
+        return output, logits
 
 
-def next_token_nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the negative log-likelihood of every target given the tokens before it, summed, in nats.
-
-    Args:
-        logits: [batch, seq_len, vocab], any float dtype; used in fp32.
-        labels: [batch, seq_len] int64, not shifted; -100 is no target.
-
-    Returns:
-        0-d fp32; 0, with a gradient of zeros, if there is no target.
-    """
-    shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    return F.cross_entropy(logits.float().flatten(0, 1), shifted.flatten(), ignore_index=IGNORED, reduction="sum")
+_UNNEEDED = frozenset({"token_type_ids"})
+"""What a tokenizer may give, but not every model takes that is used with it."""
 
 
 def _own_loss(model: nn.Module, batch: DeviceBatch) -> Tensor:
     """Return the summed loss that a model's own mean loss stands for. Without any target that mean would be 0/0, so the
-    inputs are passed as labels and the loss is multiplied by 0: forward and backward must still run on every rank."""
-    count = batch.target_tokens
-    output = model(input_ids=batch.input_ids, labels=batch.labels if count else batch.input_ids)
+    labels are made 0 and the loss is multiplied by 0: forward and backward must still run on every rank."""
+    count = batch.targets
+    output = model(**batch.inputs, labels=batch.labels if count else batch.labels.clamp(min=0))
     mean = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         raise UserError(
@@ -145,14 +153,23 @@ def _own_loss(model: nn.Module, batch: DeviceBatch) -> Tensor:
     return mean.reshape(()).float() * count
 
 
+class Evaluation(NamedTuple):
+    """What an evaluation found, over all targets of all ranks."""
+
+    loss: float
+    """Mean negative log-likelihood, in nats per target."""
+    targets: int
+    metrics: Mapping[str, float]
+
+
 def evaluate(
     model: nn.Module,
     loss_function: LossFunction,
-    batches: Sequence[MicroBatch],
+    batches: Iterable[MicroBatch],
     ranks: Ranks,
     interruption: Interruption,
-) -> float | None:
-    """Return the mean negative log-likelihood in nats per target token, over all target tokens of all ranks.
+) -> Evaluation | None:
+    """Return the loss and the metrics over all targets of all ranks: quotients of sums, the same on every rank.
 
     Every rank must call this with equally many batches. Leaves the model in training mode.
 
@@ -161,17 +178,21 @@ def evaluate(
         interruption: if a rank has been asked to end, all ranks stop after the same batch.
 
     Returns:
-        The mean, or None if the evaluation was interrupted.
+        None if the evaluation was interrupted.
     """
     model.eval()
-    nll, tokens = 0.0, 0.0
+    nll, targets, scores = 0.0, 0.0, torch.zeros(0, dtype=torch.int64)
     with torch.no_grad():
         for batch in batches:
             if interruption.agreed:
                 break
-            own = float(loss_function(model, DeviceBatch.of(batch, ranks.device)).nll_sum)
-            batch_nll, batch_tokens, asked = ranks.sum([own, batch.target_tokens, interruption.asked])
-            nll, tokens = nll + batch_nll, tokens + batch_tokens
+            own, own_scores = loss_function.evaluated(model, DeviceBatch.of(batch, ranks.device))
+            scores = own_scores if not len(scores) else scores + own_scores
+            batch_nll, batch_targets, asked = ranks.sum([own, batch.targets, interruption.asked])
+            nll, targets = nll + batch_nll, targets + batch_targets
             interruption.agreed = asked > 0
     model.train()
-    return None if interruption.agreed else nll / tokens
+    if interruption.agreed:
+        return None
+    loss = nll / targets
+    return Evaluation(loss, int(targets), loss_function.objective.metrics(loss, ranks.sum(scores.tolist())))

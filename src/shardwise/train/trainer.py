@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,12 +30,13 @@ from shardwise.plan.models.transformers_models import quiet_transformers
 from shardwise.policy.kinds import KINDS, STATE_KINDS
 from shardwise.train.build import auto, compute_dtype, rank_consistency
 from shardwise.train.build.lora import base_digest
-from shardwise.train.build.models import TextShape, build_model
+from shardwise.train.build.models import build_model
 from shardwise.train.build.optimizer import align_of, build_optimizer, set_lr
 from shardwise.train.build.sharding import compile_blocks, needs_loss_scaling, shard_model
 from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import Config
-from shardwise.train.data.batches import Batches, MicroBatch, Share, evaluation_batches, load_datasets
+from shardwise.train.data.batches import Batches, EvaluationBatches, Share
+from shardwise.train.data.micro_batch import MicroBatch
 from shardwise.train.data.model_files import fetch, names_of, settled, with_names
 from shardwise.train.data.tokenizer import files_of, sources_in_words
 from shardwise.train.loss import DeviceBatch, LossFunction, StepWeights, evaluate
@@ -43,7 +45,6 @@ from shardwise.train.output.console import Footprint, RunConsole, compared_with_
 from shardwise.train.output.export import Form, export
 from shardwise.train.output.out_of_memory import explained
 from shardwise.train.output.push import push_final
-from shardwise.train.output.sample import sample_text
 from shardwise.train.process.interruption import Interrupted, Interruption
 from shardwise.train.process.ranks import Ranks, started
 from shardwise.train.run.checkpoints import Resumed, why_finished
@@ -51,14 +52,13 @@ from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.metrics import MetricsWriter, StepMetrics, open_writer
 from shardwise.train.run.preflight import check_supported
 from shardwise.train.run.run_lock import claimed
+from shardwise.train.tasks.loading import load_task
 
 _IN_FORM = {
     Form.WHOLE: "",
     Form.MERGED: ", with the adapter merged in",
     Form.ADAPTER: ", the adapter for PEFT; `shardwise convert` merges it",
 }
-_FEW_TARGETS = 0.5
-"""Share of tokens that are targets below which the run prints a note."""
 
 
 def run(config: Config) -> None:
@@ -122,8 +122,8 @@ class TakenStep:
     """Start of the step, in seconds of `time.perf_counter`."""
     lr: float
     tokens: int
-    target_tokens: int
-    """Number of target tokens of the step over all ranks."""
+    targets: int
+    """Number of targets of the step over all ranks."""
     nll: Callable[[], float]
     """Waits for the device and returns this rank's negative log-likelihood, summed over its targets."""
     grad_norm: Callable[[], float | None]
@@ -147,28 +147,27 @@ class Trainer:
         assert train.global_batch is not None, "Config.for_ranks fills it in"
         console.doing("reading the data")
         with ranks.together():
-            self.data = load_datasets(config.data)
-        rank_consistency.check(config, self.data, ranks)
+            self.task = load_task(config)
+        rank_consistency.check(config, self.task, ranks)
         share = Share(ranks.rank, ranks.world_size, train.micro_batch)
         self.share = share
-        self.batches = Batches(self.data.train, share, train.global_batch, config.data.seed)
+        self.batches = Batches(self.task.train, share, train.global_batch, config.data.seed)
         self.first_step = 0
         """Number of steps taken before this launch resumed the run; `batches` start there."""
         self.evaluates_first = train.eval_every > 0
         """Whether to evaluate the model before the first step."""
-        self.held_out = evaluation_batches(self.data.held_out, share)
-        self._say_data()
-        tokenizer = self.data.tokenizer
-        self.text = TextShape(tokenizer.vocab_size, tokenizer.end_id, config.data.seq_len)
+        self.held_out = EvaluationBatches(self.task.held_out, share)
+        for line in self.task.says:
+            console.say(line)
         saved = Checkpoints(RunDirectory(config.run_directory).checkpoints, config.checkpoint, ranks)
         self.config, self.outlook = self._settled(saved)
         self.resumes = ranks.on_first(lambda: saved.has_any)
         """Whether the model's values will be loaded from a checkpoint."""
-        console.say(sources_in_words(self.config, self.data.tokenizer, self.resumes))
+        console.say(sources_in_words(self.config, self.task.reads, self.resumes))
         console.doing("building the model")
         torch.manual_seed(train.seed)  # the same on every rank: all build the same weights
-        model = build_model(config.model, self.text, config.lora)
-        self.loss_function = LossFunction(model)
+        model = build_model(config.model, self.task.shape, config.lora)
+        self.loss_function = LossFunction(model, self.task.objective)
         self.model = self._shard(model)
         checkpoint_units(self.model, train.activation_checkpointing)
         if train.compile:
@@ -195,7 +194,7 @@ class Trainer:
         config, words = ranks.on_first(lambda: compute_dtype.settle(config, ranks.device, saved.peek()))
         if words:
             self.console.say(words)
-        config, outlook = auto.settle(config, self.text, ranks)
+        config, outlook = auto.settle(config, self.task.shape, ranks)
         if outlook is not None:
             self.console.say(outlook.words)
         return config, outlook
@@ -289,16 +288,16 @@ class Trainer:
                     self._leave(checkpoints, taken)
         footprint = self._footprint()
         self.console.doing(f"writing {directory.final}")
-        export(self.model, self.data.tokenizer, directory, self.ranks, max(self.first_step, train.steps), self.form)
+        export(self.model, self.task.processor, directory, self.ranks, max(self.first_step, train.steps), self.form)
         self._sum_up(directory, footprint)
 
     def _checkpoints(self, directory: RunDirectory) -> Checkpoints:
-        """Return the run's checkpoints. Each stores the tokenizer beside the model, as `final/` does. Every rank must
+        """Return the run's checkpoints. Each stores the processor beside the model, as `final/` does. Every rank must
         call this."""
         files: dict[str, bytes] = {}
         with self.ranks.together():
             if self.ranks.is_first and self.config.checkpoint.every:
-                files = files_of(self.data.tokenizer)
+                files = files_of(self.task.processor)
         base = self.ranks.on_first(lambda: base_digest(self.config))
         return Checkpoints(directory.checkpoints, self.config.checkpoint, self.ranks, files, base)
 
@@ -309,7 +308,7 @@ class Trainer:
         train, data = self.config.train, self.config.data
         assert train.global_batch is not None
         with resumed.in_data(data):
-            self.batches = Batches(self.data.train, self.share, train.global_batch, data.seed, resumed.position)
+            self.batches = Batches(self.task.train, self.share, train.global_batch, data.seed, resumed.position)
         self.first_step = resumed.step
         self.evaluates_first = resumed.extra.get("evaluated") is False
         if resumed.extra.get("scaler"):
@@ -371,7 +370,7 @@ class Trainer:
 
     def _read(self, taken: TakenStep) -> StepMetrics:
         """Wait for a step's results and return its metrics. Every rank must call this."""
-        loss = self.ranks.sum([taken.nll()])[0] / taken.target_tokens
+        loss = self.ranks.sum([taken.nll()])[0] / taken.targets
         grad_norm = taken.grad_norm()
         self._check_finite(taken.step, loss, grad_norm)
         now_s = time.perf_counter()
@@ -396,7 +395,7 @@ class Trainer:
         try:
             self.step(step)
         except torch.OutOfMemoryError as error:
-            raise explained(error, step + 1, self.config, self.text, self.model, self.ranks) from error
+            raise explained(error, step + 1, self.config, self.task.shape, self.model, self.ranks) from error
 
     def step(self, step: int) -> None:
         """Take one optimizer step on the whole global batch and append it to `unread`. Every rank must call this.
@@ -416,10 +415,11 @@ class Trainer:
         """
         start_s = time.perf_counter()
         batches = self.batches.batch(step - self.first_step)
-        target_tokens = self.ranks.count(sum(batch.target_tokens for batch in batches))
+        own = [sum(batch.targets for batch in batches), sum(batch.size for batch in batches)]
+        targets, tokens = (int(count) for count in self.ranks.sum(own, np.int64))
         lr = self.schedule(step)
         set_lr(self.optimizer, lr)
-        nll = self._accumulate(batches, StepWeights(target_tokens, len(batches), self.ranks.world_size))
+        nll = self._accumulate(batches, StepWeights(targets, len(batches), self.ranks.world_size))
         self.scaler.unscale_(self.optimizer)
         grad_norm = self._clip()
         self._update(self._not_finite(nll, grad_norm))
@@ -431,8 +431,8 @@ class Trainer:
                 step=step + 1,
                 start_s=start_s,
                 lr=lr,
-                tokens=self.ranks.world_size * sum(batch.input_ids.size for batch in batches),
-                target_tokens=target_tokens,
+                tokens=tokens,
+                targets=targets,
                 nll=device_tools.fetched(nll),
                 grad_norm=(lambda: None) if grad_norm is None else device_tools.fetched(grad_norm),
                 memory={kind: peak.get(kind) for kind in KINDS},
@@ -522,30 +522,15 @@ class Trainer:
         """Evaluate on the held-out rows, if there are any. Returns False if the evaluation was interrupted."""
         if not self.held_out:
             return True
-        self.console.doing(f"evaluating on {len(self.data.held_out):,} rows")
-        loss = evaluate(self.model, self.loss_function, self.held_out, self.ranks, self.interruption)
-        if loss is None:
+        self.console.doing(f"evaluating on {len(self.task.held_out):,} rows")
+        found = evaluate(self.model, self.loss_function, self.held_out, self.ranks, self.interruption)
+        if found is None:
             self.console.say(f"step {step}: the evaluation was interrupted")
             return False
-        self.console.evaluated(step, loss)
+        self.console.evaluated(step, found.loss, found.metrics)
         if writer is not None:
-            writer.evaluation(step, loss, self.data.held_out.target_tokens)
+            writer.evaluation(step, {"loss": found.loss, self.task.objective.counts: found.targets, **found.metrics})
         return True
-
-    def _say_data(self) -> None:
-        train, held_out = self.data.train, self.data.held_out
-        seq_len = self.config.data.seq_len
-        self.console.say(
-            f"{shown(self.config.data.source)}: {len(train):,} rows of {seq_len} tokens to train on, "
-            f"{len(held_out):,} held out"
-        )
-        share = train.target_tokens / (len(train) * (seq_len - 1))
-        if share < _FEW_TARGETS:
-            self.console.say(
-                f"{share:.0%} of their tokens are learnt, the rest is padding or prompts; all of them take time"
-            )
-        if train.truncated:
-            self.console.say(f"{train.truncated} examples are longer than seq_len={seq_len} and are cut at the end")
 
     @property
     def form(self) -> Form:
@@ -564,8 +549,7 @@ class Trainer:
 
     def _sum_up(self, directory: RunDirectory, footprint: Footprint) -> None:
         """Print a sample and the summary table. Every rank must call this, because generating is collective."""
-        rows = self.data.held_out if len(self.data.held_out) else self.data.train
-        sample = sample_text(self.model, rows, self.data.tokenizer, self.config.train.seed, self.ranks)
+        sample = None if self.task.sample is None else self.task.sample(self.model, self.ranks)
         if sample is not None:
             self.console.sample(sample)
         step_time_s = statistics.median(self.step_times_s) if self.step_times_s else None  # no steps were left to take

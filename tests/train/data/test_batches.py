@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
 from shardwise.train.config.schema import DataConfig
-from shardwise.train.data.batches import IGNORED, Batches, Share, evaluation_batches, load_datasets
+from shardwise.train.data.batches import Batches, EvaluationBatches, Share, load_datasets
+from shardwise.train.data.micro_batch import IGNORED
 from shardwise.train.data.packing import PackedRows
 
 SEQ_LEN = 4
@@ -24,7 +25,9 @@ def packed(rows: int) -> PackedRows:
 def drawn(batches: list[Batches], step: int) -> list[int]:
     """Return the rows of a step, put together from the ranks' shares."""
     world_size = len(batches)
-    by_rank = [[int(row[0]) // SEQ_LEN for micro in rank.batch(step) for row in micro.input_ids] for rank in batches]
+    by_rank = [
+        [int(row[0]) // SEQ_LEN for micro in rank.batch(step) for row in micro.inputs["input_ids"]] for rank in batches
+    ]
     return [by_rank[i % world_size][i // world_size] for i in range(sum(map(len, by_rank)))]
 
 
@@ -67,10 +70,10 @@ def test_each_epoch_is_every_row_once_even_when_batches_straddle_epochs() -> Non
 
 def test_a_micro_batch_has_labels_where_tokens_are_targets() -> None:
     (micro,) = Batches(packed(1), Share(0, 1, 1), 1, seed=0).batch(0)
-    assert micro.input_ids.tolist() == [[0, 1, 2, 3]]
+    assert micro.inputs["input_ids"].tolist() == [[0, 1, 2, 3]]
     assert micro.labels.tolist() == [[0, IGNORED, 2, 3]]
-    assert micro.input_ids.dtype == micro.labels.dtype == np.int64
-    assert micro.target_tokens == 2  # nothing predicts the first token
+    assert micro.inputs["input_ids"].dtype == micro.labels.dtype == np.int64
+    assert micro.targets == 2  # nothing predicts the first token
 
 
 def test_a_global_batch_that_ranks_cannot_share() -> None:
@@ -83,9 +86,9 @@ def test_evaluation_counts_every_row_once_in_equally_many_forwards(
     rows: int, world_size: int, micro_batch: int
 ) -> None:
     data = packed(rows)
-    ranks = [evaluation_batches(data, Share(rank, world_size, micro_batch)) for rank in range(world_size)]
+    ranks = [EvaluationBatches(data, Share(rank, world_size, micro_batch)) for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1
-    assert all(len(micro.input_ids) == micro_batch for batches in ranks for micro in batches)
+    assert all(len(micro.inputs["input_ids"]) == micro_batch for batches in ranks for micro in batches)
     judged = [label for batches in ranks for micro in batches for label in micro.labels.flatten().tolist()]
     assert sorted(label for label in judged if label != IGNORED) == sorted(data.ids[data.is_target].tolist())
 

@@ -21,7 +21,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 def test_a_step_is_one_object_with_the_promised_keys(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "m.jsonl", tmp_path / "e.jsonl", flush_every=1) as writer:
         writer.step(metrics(1))
-        writer.evaluation(1, 3.25, 999)
+        writer.evaluation(1, {"loss": 3.25, "tokens": 999})
     assert lines(tmp_path / "m.jsonl") == [
         {
             "step": 1, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.7, "tokens": 1024, "tokens_per_s": 512.0,
@@ -67,7 +67,7 @@ def test_other_logs_get_what_was_measured(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "m.jsonl", tmp_path / "e.jsonl", 1, loggers) as writer:
         writer.step(metrics(1))
         writer.step(replace(metrics(2), grad_norm=None))
-        writer.evaluation(2, 3.25, 999)
+        writer.evaluation(2, {"loss": 3.25, "tokens": 999})
     first = {
         "train/loss": 2.5, "train/lr": 1e-3, "train/grad_norm": 0.7, "train/tokens_per_s": 512.0,
         "train/step_time_s": 2.0, "memory/param_shards": 100, "memory/optimizer": 200,

@@ -8,7 +8,6 @@ from typing import Any
 from shardwise.errors import ConfigError
 from shardwise.train.config.schema import Config
 from shardwise.train.config.shared_keys import shared_keys
-from shardwise.train.data.batches import Datasets
 from shardwise.train.process.ranks import Ranks
 
 
@@ -22,8 +21,11 @@ def check_equal(of_first: Mapping[str, Any], others: Mapping[str, Any], rank: in
             )
 
 
-def check(config: Config, data: Datasets, ranks: Ranks) -> None:
+def check(config: Config, data: object, ranks: Ranks) -> None:
     """Compare the data of all ranks, and the keys that decide what they do together. Every rank must call this.
+
+    Args:
+        data: its `str` is equal if and only if the data is.
 
     Raises:
         ConfigError: a rank's data or keys differ from rank 0's; the message names both. Raised on every rank.

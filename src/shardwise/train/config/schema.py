@@ -30,6 +30,7 @@ from shardwise.policy.settings import AUTO, RUN, Setting, words
 from shardwise.suggest import divisors
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
+Task = Literal["causal-lm"]
 HYBRID_STRATEGIES = frozenset(one.value for one in Strategy if one.sharded and one.replicated)
 
 _MOST_TOKENS = 2**31
@@ -95,6 +96,8 @@ class ModelConfig(Section):
     weights: Annotated[str, Field(min_length=1)] = PATH
     """The weights to start from: "path" (those of `path`; with `config` or `factory` random ones), "random", or another
     Hugging Face directory or name on a hub."""
+    task: Annotated[Task | None, NoneWord] = None
+    """What the model learns; none = what its architecture is for."""
     dtype: DtypeName = "fp32"
     """The dtype in which the parameters are stored and updated (the master copy)."""
     init: Literal["meta", "device", "cpu"] = "meta"

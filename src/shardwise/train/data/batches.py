@@ -6,39 +6,22 @@ larger than a rank's memory is not supported yet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
 from shardwise.train.config.schema import DataConfig
 from shardwise.train.data.encoding import encode_document
 from shardwise.train.data.holdout import hold_out
+from shardwise.train.data.micro_batch import Draw, MicroBatch, Rows
 from shardwise.train.data.order import Order, Position
 from shardwise.train.data.packing import PackedRows, pack
 from shardwise.train.data.sources import read_documents
 from shardwise.train.data.tokenizer import Tokenizer, load_tokenizer
-
-IGNORED = -100
-"""The label of a token that is no target, in torch's cross entropy and in transformers."""
-
-
-class MicroBatch(NamedTuple):
-    """The rows of one forward, local to a rank."""
-
-    input_ids: NDArray[np.int64]
-    """[micro_batch, seq_len]."""
-    labels: NDArray[np.int64]
-    """[micro_batch, seq_len]: `input_ids` where a token is a target, else -100. Not shifted: the loss shifts them."""
-
-    @property
-    def target_tokens(self) -> int:
-        """Number of targets of the loss, which never predicts the first column."""
-        return int((self.labels[:, 1:] != IGNORED).sum())
 
 
 class Datasets(NamedTuple):
@@ -87,9 +70,7 @@ class Share:
 class Batches:
     """Global batches in a seeded order, and this rank's share of each."""
 
-    def __init__(
-        self, rows: PackedRows, share: Share, global_batch: int, seed: int, start: Position | None = None
-    ) -> None:
+    def __init__(self, rows: Rows, share: Share, global_batch: int, seed: int, start: Position | None = None) -> None:
         """
         Args:
             rows: all rows to train on; at least one.
@@ -124,31 +105,28 @@ class Batches:
 
     def batch(self, step: int) -> tuple[MicroBatch, ...]:
         """Return this rank's micro-batches of a step. Every rank gets the same number."""
-        return _micro_batches(self._rows, self.global_rows(step), self._share)
+        first = self._first_sample + step * self._global_batch
+        draws = [Draw(row, sample) for sample, row in enumerate(self.global_rows(step), first)]
+        own, size = draws[self._share.rank :: self._share.world_size], self._share.micro_batch
+        return tuple(self._rows.micro_batch(own[at : at + size]) for at in range(0, len(own), size))
 
 
-def evaluation_batches(rows: PackedRows, share: Share) -> tuple[MicroBatch, ...]:
-    """Return this rank's share of all `rows`, each row once, in order.
+@dataclass(frozen=True, slots=True)
+class EvaluationBatches:
+    """This rank's share of all rows, each row once, in order. Batches are made while they are iterated over.
 
     Every rank gets the same number of full micro-batches, because a sharded model's forward is collective. They are
     filled up with copies of row 0 whose labels are all masked.
     """
-    one_pass = share.micro_batch * share.world_size
-    padded = -(-len(rows) // one_pass) * one_pass
-    return _micro_batches(rows, range(padded), share)
 
+    rows: Rows
+    share: Share
 
-def _micro_batches(rows: PackedRows, indices: Sequence[int], share: Share) -> tuple[MicroBatch, ...]:
-    """Return one rank's share of the rows with these indices, cut into micro-batches."""
-    own = indices[share.rank :: share.world_size]
-    return tuple(
-        _micro_batch(rows, own[first : first + share.micro_batch]) for first in range(0, len(own), share.micro_batch)
-    )
+    def __len__(self) -> int:
+        return math.ceil(len(self.rows) / (self.share.micro_batch * self.share.world_size))
 
-
-def _micro_batch(rows: PackedRows, indices: Sequence[int]) -> MicroBatch:
-    """Return the rows with these indices; an index past the end gives row 0 without targets."""
-    exists = np.array([index < len(rows) for index in indices])
-    index = [index if there else 0 for index, there in zip(indices, exists, strict=True)]
-    input_ids = rows.ids[index].astype(np.int64)
-    return MicroBatch(input_ids, np.where(rows.is_target[index] & exists[:, None], input_ids, IGNORED))
+    def __iter__(self) -> Iterator[MicroBatch]:
+        size, world_size = self.share.micro_batch, self.share.world_size
+        for first in range(0, len(self) * size * world_size, size * world_size):
+            rows = range(first + self.share.rank, first + size * world_size, world_size)
+            yield self.rows.micro_batch([Draw(row, row) for row in rows])

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
 from shardwise.train.data.encoding import EncodedDocument
+from shardwise.train.data.micro_batch import IGNORED, Draw, MicroBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +50,14 @@ class PackedRows:
         for array in (self.ids, self.is_target):
             state.update(np.ascontiguousarray(array).data)
         return state.hexdigest()
+
+    def micro_batch(self, draws: list[Draw]) -> MicroBatch:
+        """Return the rows that were drawn: int64 ids, and as labels the same ids where a token is a target."""
+        exists = np.array([draw.row < len(self) for draw in draws])
+        index = [draw.row if there else 0 for draw, there in zip(draws, exists, strict=True)]
+        input_ids = self.ids[index].astype(np.int64)
+        labels = np.where(self.is_target[index] & exists[:, None], input_ids, IGNORED)
+        return MicroBatch.of_next_tokens({"input_ids": input_ids}, labels)
 
 
 class _Packer:

@@ -23,7 +23,14 @@ _BYTE_VALUES = 256
 _PADDED_TO = 64
 
 
-class Tokenizer(Protocol):
+class Saved(Protocol):
+    """What turned rows into arrays: a tokenizer, an image processor, or both."""
+
+    def save(self, directory: Path) -> None:
+        """Write the files with which transformers loads it again."""
+
+
+class Tokenizer(Saved, Protocol):
     """The interface of a tokenizer that the data layer needs."""
 
     vocab_size: int
@@ -36,9 +43,6 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return readable text. Never raises on ids below `vocab_size`."""
-
-    def save(self, directory: Path) -> None:
-        """Write the files that `transformers.AutoTokenizer` loads from `directory`."""
 
 
 class ByteTokenizer:
@@ -120,9 +124,10 @@ def load_tokenizer(name: str | None) -> Tokenizer:
     return HuggingFaceTokenizer(tokenizer, name)
 
 
-def sources_in_words(config: Config, tokenizer: Tokenizer, resumes: bool) -> str:
-    """Return the line that says which weights, tokenizer and chat template a run uses.
+def sources_in_words(config: Config, reads: str, resumes: bool) -> str:
+    """Return the line that says what a run starts from.
 
+    reads: its tokenizer or image processor, in words.
     resumes: whether trained weights are loaded from the run's checkpoint.
     """
     weights = f"random numbers of train.seed={config.train.seed}"
@@ -130,18 +135,22 @@ def sources_in_words(config: Config, tokenizer: Tokenizer, resumes: bool) -> str
         weights = shown(config.model.pretrained)
     if resumes:
         weights = f"the checkpoint's, beside {weights}" if config.lora.r else "the checkpoint's"
+    return f"weights: {weights}; {reads}"
+
+
+def in_words(name: str | None, tokenizer: Tokenizer) -> str:
+    """Return what a user is told of a tokenizer and its chat template. name: `data.tokenizer`."""
     template = 'none ("### role" above each message)'
     if getattr(tokenizer, "chat_template", None):
         template = "the tokenizer's"
-    name = shown(config.data.tokenizer or BYTES)
-    return f"weights: {weights}; tokenizer: {name}, {tokenizer.vocab_size:,} ids; chat template: {template}"
+    return f"tokenizer: {shown(name or BYTES)}, {tokenizer.vocab_size:,} ids; chat template: {template}"
 
 
-def files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
+def files_of(processor: Saved) -> dict[str, bytes]:
     """Return the contents of the files that `save` writes, by name, without sub-directories. Some MiB if the vocabulary
     is large."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as directory:
-        tokenizer.save(Path(directory))
+        processor.save(Path(directory))
         return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
 
 

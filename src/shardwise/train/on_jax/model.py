@@ -20,8 +20,8 @@ from shardwise.jax.checkpoint.name_map import NameMap
 from shardwise.suggest import did_you_mean
 from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import Config, ModelConfig, TrainConfig
-from shardwise.train.data.batches import IGNORED
 from shardwise.train.data.data_checks import check_fits
+from shardwise.train.data.micro_batch import IGNORED
 from shardwise.train.data.tokenizer import Tokenizer
 
 Builder = Callable[[Any], Any]

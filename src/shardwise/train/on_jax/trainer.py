@@ -31,9 +31,10 @@ from shardwise.tables import format_bytes
 from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import Config
 from shardwise.train.config.shared_keys import shared_keys
-from shardwise.train.data.batches import Batches, MicroBatch, Share, evaluation_batches, load_datasets
+from shardwise.train.data.batches import Batches, EvaluationBatches, Share, load_datasets
+from shardwise.train.data.micro_batch import MicroBatch
 from shardwise.train.data.model_files import fetch
-from shardwise.train.data.tokenizer import Tokenizer, files_of, sources_in_words
+from shardwise.train.data.tokenizer import Tokenizer, files_of, in_words, sources_in_words
 from shardwise.train.on_jax.checkpoints import Checkpoints
 from shardwise.train.on_jax.model import builder_of, bytes_per_device, bytes_whole, check_logits, loss_of, optimizer_of
 from shardwise.train.on_jax.processes import RunProcesses, axes_of, started
@@ -104,7 +105,7 @@ class Trainer:
         own_rows = train.micro_batch * len(devices) // processes.world_size
         self.share = Share(processes.rank, processes.world_size, own_rows)
         self.batches = Batches(self.data.train, self.share, self.global_batch, config.data.seed)
-        self.held_out = evaluation_batches(self.data.held_out, self.share)
+        self.held_out = EvaluationBatches(self.data.held_out, self.share)
         self.first_step = 0
         self.evaluates_first = train.eval_every > 0
 
@@ -144,7 +145,7 @@ class Trainer:
         self.memory: dict[str, int | None] = {}
         self._evaluated_nll = jax.jit(partial(_nll, dtype))
         resumes = processes.on_first(lambda: self.checkpoints.has_any)
-        console.say(sources_in_words(config, self.data.tokenizer, resumes))
+        console.say(sources_in_words(config, in_words(config.data.tokenizer, self.data.tokenizer), resumes))
 
     def _compute_dtype(self, saved: Mapping[str, Any] | None) -> str:
         """Return "fp32" or "bf16": the configuration's dtype, else the checkpoint's, else the one that suits the
@@ -285,7 +286,7 @@ class Trainer:
                 return False
         self.console.evaluated(step, nll / tokens)
         if writer is not None:
-            writer.evaluation(step, nll / tokens, self.data.held_out.target_tokens)
+            writer.evaluation(step, {"loss": nll / tokens, "tokens": self.data.held_out.target_tokens})
         return True
 
     def _leave(self, step: int) -> NoReturn:
@@ -342,7 +343,8 @@ def _nll(dtype: str | None, state: Any, batch: Any) -> tuple[jax.Array, jax.Arra
 
 def _arrays(batches: tuple[MicroBatch, ...]) -> dict[str, np.ndarray[Any, Any]]:
     """Return this process's rows of a step as the arrays that `loss_of` takes."""
-    ids, labels = (np.concatenate(parts).astype(np.int32) for parts in zip(*batches, strict=True))
+    parts = [(batch.inputs["input_ids"], batch.labels) for batch in batches]
+    ids, labels = (np.concatenate(arrays).astype(np.int32) for arrays in zip(*parts, strict=True))
     return {"ids": ids, "labels": labels}
 
 

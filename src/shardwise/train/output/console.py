@@ -131,9 +131,10 @@ class RunConsole:
             left_s = (now - self._first_step_s) / taken * (self._steps - metrics.step)
             self.say(f"step {metrics.step}/{self._steps}  {step_line(metrics)}  left {_duration(left_s)}")
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """Print the held-out loss after `step` steps."""
-        self.say(f"step {step}/{self._steps}  held-out loss {loss:.4f}")
+    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
+        """Print the held-out loss and metrics after `step` steps."""
+        more = "".join(f"  {name} {value:.4g}" for name, value in (metrics or {}).items())
+        self.say(f"step {step}/{self._steps}  held-out loss {loss:.4f}{more}")
 
     def interrupted(self, step: int, first_step: int, saved: Path | None) -> None:
         """Print that the run was interrupted, and whether it was saved.

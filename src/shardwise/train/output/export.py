@@ -16,7 +16,7 @@ from shardwise.checkpoint.format.tensor_files import ADAPTER
 from shardwise.errors import UsageError
 from shardwise.model_tools.merging import merge_adapter
 from shardwise.modules.adapters import adapter_config, adapter_names
-from shardwise.train.data.tokenizer import Tokenizer, files_of
+from shardwise.train.data.tokenizer import Saved, files_of
 from shardwise.train.process.ranks import Ranks
 from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.run_lock import NAME
@@ -33,12 +33,12 @@ class Form(enum.Enum):
 
 
 def export(
-    model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, ranks: Ranks, step: int, form: Form = Form.WHOLE
+    model: nn.Module, processor: Saved, directory: RunDirectory, ranks: Ranks, step: int, form: Form = Form.WHOLE
 ) -> None:
     """Write `final/`, a checkpoint without an optimizer. Every rank must call this; each writes its own part.
 
-    A transformers model becomes a directory that `AutoModelForCausalLM.from_pretrained` and
-    `AutoTokenizer.from_pretrained` load; any other module becomes safetensors files of its state_dict.
+    A transformers model becomes a directory that transformers' Auto classes load, for its task and for its processor;
+    any other module becomes safetensors files of its state_dict.
 
     If the ranks cannot write their own parts, because they do not share the directory or because the tensors that
     transformers stores are computed from the model's, rank 0 gathers the whole model on its CPU and writes it.
@@ -50,12 +50,12 @@ def export(
         merge_adapter(model)
     is_adapter = form is Form.ADAPTER
     if not (_is_shared(directory.path, ranks) and (is_adapter or _has_ranges(model))):
-        _export_gathered(model, tokenizer, directory, ranks, is_adapter)
+        _export_gathered(model, processor, directory, ranks, is_adapter)
         return
     files: dict[str, bytes] = {}
     with ranks.together():
         if ranks.is_first:
-            files = files_of(tokenizer)
+            files = files_of(processor)
     sw.checkpoint.save(directory.final, model, step=step, files=files, overwrite=True, adapter=is_adapter)
 
 
@@ -80,7 +80,7 @@ def _has_ranges(model: nn.Module) -> bool:
 
 
 def _export_gathered(
-    model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, ranks: Ranks, is_adapter: bool
+    model: nn.Module, processor: Saved, directory: RunDirectory, ranks: Ranks, is_adapter: bool
 ) -> None:
     write = write_adapter if is_adapter else write_model
     state = _adapter_of(model) if is_adapter else sw.full_state_dict(model, cpu=True, rank0_only=True)
@@ -88,7 +88,7 @@ def _export_gathered(
         if ranks.is_first:
             with directory.writing_final() as partial:
                 write(model, state, partial)
-                tokenizer.save(partial)
+                processor.save(partial)
 
 
 def _adapter_of(model: nn.Module) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from shardwise.train.process.ranks import Ranks
 from shardwise.train.run.sample import TEMPERATURE, Sample, lengths
 
 
-def sample_text(model: nn.Module, rows: PackedRows, tokenizer: Tokenizer, seed: int, ranks: Ranks) -> Sample | None:
+def sample_text(model: nn.Module, ranks: Ranks, rows: PackedRows, tokenizer: Tokenizer, seed: int) -> Sample | None:
     """Let the sharded model continue the first tokens of `rows`. Every rank must call this; all draw the same tokens.
 
     Args:

@@ -33,7 +33,7 @@ class RunDirectory:
 
     @property
     def evaluations(self) -> Path:
-        """File with one JSON object per evaluation: step, loss in nats per token, tokens."""
+        """File with one JSON object per evaluation: step, loss in nats per target, targets, metrics."""
         return self.path / "evaluations.jsonl"
 
     @property

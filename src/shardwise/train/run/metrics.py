@@ -22,12 +22,13 @@ class StepMetrics:
     step: int
     """Number of the step, skipped ones included: counted from 1."""
     loss: float
-    """Mean negative log-likelihood over the step's target tokens of all ranks, in nats, before the update."""
+    """Mean negative log-likelihood over the step's targets of all ranks, in nats, before the update."""
     lr: float
     grad_norm: float | None
     """Norm of the whole gradient before clipping; None if the optimizer steps in backward."""
     tokens: int
-    """Token positions that the model processed in this step on all ranks, prompts and padding included."""
+    """Token positions that the model processed in this step on all ranks, prompts and padding included; rows, where it
+    reads no text."""
     tokens_per_s: float
     step_time_s: float
     memory: Mapping[str, int | None]
@@ -71,11 +72,13 @@ class MetricsWriter:
             shown |= {f"memory/{kind}": size for kind, size in metrics.memory.items()}
             self._add({name: value for name, value in shown.items() if value is not None}, metrics.step)
 
-    def evaluation(self, step: int, loss: float, tokens: int) -> None:
-        """Write the held-out loss after `step` steps, in nats per token."""
-        self._evaluations.write(json.dumps({"step": step, "loss": loss, "tokens": tokens}) + "\n")
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Write what an evaluation after `step` steps found: "loss" in nats per target, the number of targets, and
+        metrics."""
+        row = {name: _finite(value) for name, value in values.items()}
+        self._evaluations.write(json.dumps({"step": step, **row}) + "\n")
         self._evaluations.flush()
-        self._add({"eval/loss": loss}, step)
+        self._add({f"eval/{name}": value for name, value in values.items() if isinstance(value, float)}, step)
 
     def _add(self, values: Mapping[str, float], step: int) -> None:
         for logger in self._loggers:

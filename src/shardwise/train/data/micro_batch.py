@@ -1,0 +1,65 @@
+"""The rows of one forward as arrays. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+IGNORED = -100
+"""The label of what is no target, in torch's cross entropy and in transformers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """The rows of one forward, local to a rank."""
+
+    inputs: Mapping[str, NDArray[Any]]
+    """Arguments of the model's forward, by name: `input_ids` [rows, tokens] for text, `pixel_values` for pictures, and
+    whatever else belongs to them."""
+    labels: NDArray[np.int64]
+    """What is to be predicted, -100 where nothing is: [rows, tokens], or [rows] where each row has one label."""
+    targets: int
+    """Number of targets of the loss."""
+
+    @classmethod
+    def of_next_tokens(cls, inputs: Mapping[str, NDArray[Any]], labels: NDArray[np.int64]) -> Self:
+        """Return a batch of which each token is predicted from those before it.
+
+        Args:
+            inputs: with `input_ids` [rows, tokens].
+            labels: [rows, tokens], not shifted: the loss shifts them, so it never predicts the first column.
+        """
+        return cls(inputs, labels, int((labels[:, 1:] != IGNORED).sum()))
+
+    @property
+    def size(self) -> int:
+        """Number of token positions that the model processes; the number of rows where it reads no text."""
+        ids = self.inputs.get("input_ids")
+        return len(self.labels) if ids is None else ids.size
+
+
+class Draw(NamedTuple):
+    """A row that is drawn for a batch."""
+
+    row: int
+    """Its index. An index past the end stands for row 0 without targets, which fills up a batch."""
+    sample: int
+    """How many rows were drawn before it, over all ranks and epochs. Whatever is random about the row depends on this
+    number, and so not on ranks."""
+
+
+class Rows(Protocol):
+    """Rows that batches are made of."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def digest(self) -> str:
+        """A short text that identifies the rows: a hash over all of them, computed at each call."""
+
+    def micro_batch(self, draws: list[Draw]) -> MicroBatch:
+        """Return the rows that were drawn, at least one."""

@@ -1,0 +1,1 @@
+"""`model.task`: what a run learns, from rows of data to a loss and metrics."""

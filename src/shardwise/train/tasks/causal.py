@@ -1,0 +1,48 @@
+"""Causal language models: packed rows of tokens, each predicted from those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from shardwise.hub import shown
+from shardwise.train.build.models import TextShape
+from shardwise.train.config.schema import Config, DataConfig
+from shardwise.train.data.batches import Datasets, load_datasets
+from shardwise.train.data.tokenizer import in_words
+from shardwise.train.output.sample import sample_text
+from shardwise.train.tasks.objectives import NextToken
+from shardwise.train.tasks.task import Task
+
+_FEW_TARGETS = 0.5
+"""Share of tokens that are targets below which the run prints a note."""
+
+
+def load(config: Config) -> Task:
+    """Read the data of a causal language model. Not collective. Raises as `load_datasets`."""
+    data = load_datasets(config.data)
+    rows = data.held_out if len(data.held_out) else data.train
+    return Task(
+        objective=NextToken(),
+        train=data.train,
+        held_out=data.held_out,
+        shape=TextShape(data.tokenizer.vocab_size, data.tokenizer.end_id, config.data.seq_len),
+        processor=data.tokenizer,
+        reads=in_words(config.data.tokenizer, data.tokenizer),
+        says=tuple(_says(config.data, data)),
+        words=str(data),
+        sample=partial(sample_text, rows=rows, tokenizer=data.tokenizer, seed=config.train.seed),
+    )
+
+
+def _says(config: DataConfig, data: Datasets) -> Iterator[str]:
+    train = data.train
+    yield (
+        f"{shown(config.source)}: {len(train):,} rows of {config.seq_len} tokens to train on, "
+        f"{len(data.held_out):,} held out"
+    )
+    share = train.target_tokens / (len(train) * (config.seq_len - 1))
+    if share < _FEW_TARGETS:
+        yield f"{share:.0%} of their tokens are learnt, the rest is padding or prompts; all of them take time"
+    if train.truncated:
+        yield f"{train.truncated} examples are longer than seq_len={config.seq_len} and are cut at the end"
