@@ -61,7 +61,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "build": {"config", "data", "process"},
         "output": {"config", "data", "run", "process", "build"},
         "on_jax": {"config", "data", "run", "process", "output"},
-        ".": {"config", "data", "run", "process", "build", "output"},
+        "tasks": {"config", "data", "run", "process", "build", "output"},
+        ".": {"config", "data", "run", "process", "build", "output", "tasks"},
     },
     "cli": {"process": set(), ".": {"process"}},
 }
