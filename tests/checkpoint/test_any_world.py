@@ -107,8 +107,10 @@ def test_files_are_ordinary_safetensors_under_the_models_names(saved: tuple[Path
     assert training["optimizer"]["groups"][0]["fqns"][0] == "scale"
     assert training["optimizer"]["state"]["scale"]["step"]["scalar"] == 2.0
     assert sorted(file.name for file in path.iterdir()) == sorted(
-        [*TENSOR_FILES, "training.json", "manifest.json", "names.json"]  # the last for the tied weight
-    )
+        [*TENSOR_FILES, "model.safetensors.index.json", "training.json", "manifest.json", "names.json"]
+    )  # names.json for the tied weight; the index keeps programs that read every safetensors file off the optimizer's
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == dict.fromkeys(model, "model.safetensors")
 
 
 def test_several_files_hold_the_same(

@@ -160,8 +160,6 @@ def _prepare(
     if peers.is_first:
         documents.update(_adapter_configuration(model) if adapter else _configuration(model))
         documents.update(_names(model, own))
-    for file_set in file_sets:
-        documents.update(file_set.files.index)
     document = None if state is None else state.document
     whole = [piece for found in pieces.values() for piece in found if piece.is_whole]
     return Writing(target, file_sets, {"optimizer": document}, random_state.capture(peers.device), documents), whole

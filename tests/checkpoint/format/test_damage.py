@@ -21,6 +21,8 @@ from shardwise.errors import CheckpointError
 from tests.engine.rig import Net, adamw
 
 FILES = ("manifest.json", "model.safetensors", "optimizer.safetensors", "training.json")
+INDEX = "model.safetensors.index.json"
+"""Read by other programs, not by `load`."""
 
 
 def small() -> tuple[nn.Module, Any]:
@@ -35,7 +37,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     optimizer.step()
     path = tmp_path_factory.mktemp("damage") / "step-000001"
     sw.checkpoint.save(path, model, optimizer, step=1)
-    assert sorted(file.name for file in path.iterdir()) == sorted(FILES)
+    assert sorted(file.name for file in path.iterdir()) == sorted([*FILES, INDEX])
     return path
 
 
@@ -90,7 +92,7 @@ def load_into(model: nn.Module, optimizer: Any, path: Path) -> tuple[int | None,
         return None, str(error)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES, INDEX])
 def test_any_flipped_bit_is_found_where_it_is(name: str, path: Path) -> None:
     whole = manifest.read(LocalDirectory(path))
     for at, mask in flips(path / name):

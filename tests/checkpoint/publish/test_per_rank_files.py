@@ -50,10 +50,10 @@ def test_it_is_files_of_ranks_that_the_manifest_names(saved: tuple[Path, dict[st
     assert latest(f"objects://{root}/run") == f"objects://{root}/run/step-000002"
     own = [f"rank-{rank:05d}.bin" for rank in range(3)]
     assert sorted(path.name for path in (root / "run/step-000002").iterdir()) == sorted(
-        [*own, "manifest.json", "names.json", "training.json"]
+        [*own, "manifest.json", "model.safetensors.index.json", "names.json", "training.json"]
     )
     document = json.loads((root / "run/step-000002/manifest.json").read_text())
-    assert set(document["files"]) == {*own, "names.json", "training.json"}
+    assert set(document["files"]) == {*own, "model.safetensors.index.json", "names.json", "training.json"}
     assert set(document["joined"]) == set(FILES)
     sizes = [document["files"][name]["bytes"] for name in own]
     assert sum(sizes) == sum((root / "plain" / name).stat().st_size for name in FILES)

@@ -61,7 +61,8 @@ def test_a_run_s_model_and_its_card(tmp_path: Path, uploads: list[tuple[str, Map
     push(run / "checkpoints" / "step-000002", "me/mine", private=False)
     (name, whole, private), (_, of_checkpoint, public) = uploads
     assert (name, private, public) == ("me/mine", True, False)
-    assert set(whole) == set(of_checkpoint) == {"README.md", "model.safetensors", *files}
+    assert set(whole) == {"README.md", "model.safetensors", *files}
+    assert set(of_checkpoint) == {*whole, "model.safetensors.index.json"}
     assert whole["model.safetensors"] == run / "final" / "model.safetensors"
     card = whole["README.md"].decode()
     assert card.startswith("---\nbase_model: org/base\n")

@@ -99,10 +99,8 @@ class TensorFiles:
         return next(file for file, layout in self.files.items() if name in layout.tensors)
 
     @property
-    def index(self) -> dict[str, bytes]:
-        """`<stem>.safetensors.index.json`, by that name; empty if there is only one file."""
-        if len(self.files) == 1:
-            return {}
+    def index(self) -> bytes:
+        """The content of `<stem>.safetensors.index.json`."""
         stored = self.tensors.values()
         document = {
             "metadata": {
@@ -111,7 +109,18 @@ class TensorFiles:
             },
             "weight_map": {name: file for file, layout in self.files.items() for name in layout.tensors},
         }
-        return {f"{self.stem}.safetensors.index.json": (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()}
+        return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+
+
+def indexes(directory: Sequence[TensorFiles]) -> dict[str, bytes]:
+    """Return the indexes that a directory needs, by name of the file: of each stem with several files, and of the model
+    if another stem's files are beside it. vLLM and SGLang read every safetensors file of a directory, also the
+    optimizer's, unless an index names the model's."""
+    return {
+        f"{files.stem}.safetensors.index.json": files.index
+        for files in directory
+        if len(files.files) > 1 or (files.stem == MODEL and len(directory) > 1)
+    }
 
 
 def files_for(stem: str, pieces: Iterable[WritablePiece], max_file_bytes: int) -> TensorFiles:

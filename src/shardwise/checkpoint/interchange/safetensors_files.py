@@ -34,9 +34,10 @@ _CHUNK_BYTES = 8 * 2**20
 def write_checkpoint(contents: CheckpointContents, target: Path, max_file_bytes: int) -> None:
     """Write a committed checkpoint: `target.partial` until everything is on disk. Raises CheckpointError."""
     with commit.building(target) as partial:
-        records = _write_files(partial, "model", contents.model, max_file_bytes)
+        stems = {tensor_files.MODEL: contents.model}
         if contents.optimizer is not None:
-            records |= _write_files(partial, "optimizer", contents.state, max_file_bytes)
+            stems[tensor_files.OPTIMIZER] = contents.state
+        records = _write_files(partial, stems, max_file_bytes)
         document = training_json.describe(contents.step, contents.optimizer, [], contents.extra)
         in_memory = {names_json.NAME: names_json.encode(contents.names)} if contents.names else {}
         documents = {**contents.files, **in_memory, training_json.NAME: training_json.encode(document)}
@@ -47,24 +48,29 @@ def write_checkpoint(contents: CheckpointContents, target: Path, max_file_bytes:
 def write_hugging_face(contents: CheckpointContents, target: Path, max_file_bytes: int) -> None:
     """Write the model alone, with its configuration: complete or absent. Raises CheckpointError."""
     with commit.building(target) as partial:
-        _write_files(partial, "model", contents.model, max_file_bytes)
+        _write_files(partial, {tensor_files.MODEL: contents.model}, max_file_bytes)
         write_documents(LocalDirectory(partial), contents.files)
 
 
-def _write_files(directory: Path, stem: str, tensors: LazyTensors, max_file_bytes: int) -> dict[str, FileRecord]:
-    """Write the files of one stem, a tensor at a time. Returns their records."""
-    stored = tuple(tensor.stored(name) for name, tensor in tensors.items())
-    files = tensor_files.lay_out_files(stem, stored, max_file_bytes)
-    tensor_files.create(directory, files)
-    records = write_documents(LocalDirectory(directory), files.index)
-    for file, layout in files.files.items():
-        sums = RegionSums()
-        with (directory / file).open("r+b", buffering=0) as out:
-            _write(out.fileno(), 0, memoryview(layout.header), sums)
-            for name in layout.tensors:
-                _write(out.fileno(), layout.starts[name], bytes_of(tensors[name].load().reshape(-1)), sums)
-            os.fsync(out.fileno())
-        records[file] = FileRecord(layout.nbytes, tuple(sums.regions()))
+def _write_files(directory: Path, stems: Mapping[str, LazyTensors], max_file_bytes: int) -> dict[str, FileRecord]:
+    """Write the files of every stem, a tensor at a time, and their indexes. Returns their records."""
+    found = {
+        stem: tensor_files.lay_out_files(
+            stem, tuple(tensor.stored(name) for name, tensor in tensors.items()), max_file_bytes
+        )
+        for stem, tensors in stems.items()
+    }
+    records = write_documents(LocalDirectory(directory), tensor_files.indexes([*found.values()]))
+    for stem, files in found.items():
+        tensor_files.create(directory, files)
+        for file, layout in files.files.items():
+            sums = RegionSums()
+            with (directory / file).open("r+b", buffering=0) as out:
+                _write(out.fileno(), 0, memoryview(layout.header), sums)
+                for name in layout.tensors:
+                    _write(out.fileno(), layout.starts[name], bytes_of(stems[stem][name].load().reshape(-1)), sums)
+                os.fsync(out.fileno())
+            records[file] = FileRecord(layout.nbytes, tuple(sums.regions()))
     return records
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.format import manifest, names_json, training_json
+from shardwise.checkpoint.format import manifest, names_json, tensor_files, training_json
 from shardwise.checkpoint.io.remote import RemoteDirectory
 from shardwise.checkpoint.io.storage import Location, is_url
 from shardwise.checkpoint.publish import commit
@@ -75,7 +75,8 @@ class Writing:
             raise CheckpointError(f"{self.target} cannot be written: the report of rank {missing[0]} is missing")
         found = [report for report in reports if report is not None]
         training = training_json.describe(rng=[report["rng"] for report in found], **self.training)
-        documents = {**self.documents, training_json.NAME: training_json.encode(training)}
+        indexes = tensor_files.indexes([file_set.files for file_set in self.file_sets])
+        documents = {**self.documents, **indexes, training_json.NAME: training_json.encode(training)}
         self.target.commit(self.file_sets, Written.of_ranks(found), documents)
 
 
