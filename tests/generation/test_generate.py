@@ -13,10 +13,10 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.errors import PeerError, UsageError
 from shardwise.generation.generate import Answer
-from shardwise.generation.prompts import PLAIN_TEMPLATE, token_ids
+from shardwise.generation.prompts import token_ids
 from shardwise.train.data.documents import Document
 from shardwise.train.data.encoding import encode_document
-from shardwise.train.data.tokenizer import HuggingFaceTokenizer
+from shardwise.train.data.tokenizer import PLAIN_TEMPLATE, HuggingFaceTokenizer
 from tests.engine.rig import on_ranks, seeded
 from tests.generation.rig import byte_tokenizer
 

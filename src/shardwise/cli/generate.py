@@ -215,7 +215,7 @@ def _check_ways(asked: Asked) -> None:
 
 def _template(given: str | None) -> str | None:
     """Return the text of `--chat-template`."""
-    from shardwise.generation.prompts import PLAIN_TEMPLATE
+    from shardwise.train.data.tokenizer import PLAIN_TEMPLATE
 
     if given is None or given == _PLAIN:
         return None if given is None else PLAIN_TEMPLATE

@@ -16,15 +16,6 @@ Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int] | Tensor
 """A text, a conversation of {role, content}, or token ids (1-D)."""
 
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '### ' + message['role'] + '\n' + message['content'] }}"
-    "{{ eos_token if message['role'] == 'assistant' else '\n\n' }}"
-    "{% endfor %}"
-    "{{ '### assistant\n' if add_generation_prompt else '' }}"
-)
-"""The conversation as `shardwise train` renders it for a tokenizer without a chat template."""
-
 
 def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, where: str) -> list[int]:
     """Return the token ids of a prompt: of a text with the special tokens that the tokenizer adds, of a conversation as

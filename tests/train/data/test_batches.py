@@ -1,7 +1,9 @@
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,3 +109,24 @@ def test_a_source_with_nothing_to_learn(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "a very long question", "completion": "yes"}\n')
     with pytest.raises(ConfigError, match="no token to learn in rows of seq_len=8"):
         load_datasets(DataConfig(source=str(tmp_path / "a.jsonl"), seq_len=8, eval_fraction=0))
+
+
+@pytest.mark.parametrize(
+    ("row", "template"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, True),
+        ({"text": "a"}, False),
+    ],
+)
+def test_conversations_bring_the_template_in_which_they_were_trained(
+    row: dict[str, object], template: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    data = load_datasets(DataConfig(source=str(tmp_path / "rows.jsonl"), seq_len=64, eval_fraction=0))
+    data.tokenizer.save(tmp_path / "saved")
+    saved = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    if not template:
+        assert saved.chat_template is None
+        return
+    prompt = saved.apply_chat_template(row["messages"][:1], add_generation_prompt=True)["input_ids"]
+    assert data.train.ids[0, : len(prompt)].tolist() == prompt

@@ -15,7 +15,7 @@ import xxhash
 
 from shardwise.errors import ConfigError
 from shardwise.train.config.schema import DataConfig
-from shardwise.train.data.encoding import encode_document
+from shardwise.train.data.encoding import encode_document, is_in_plain_template
 from shardwise.train.data.holdout import hold_out
 from shardwise.train.data.micro_batch import Draw, MicroBatch, Rows
 from shardwise.train.data.order import Order, Position
@@ -48,6 +48,7 @@ def load_datasets(config: DataConfig) -> Datasets:
     """
     tokenizer = load_tokenizer(config.tokenizer)
     documents = read_documents(config.source, config.format, config.subset, config.split)
+    tokenizer.renders_plainly = any(is_in_plain_template(document, tokenizer) for document in documents)
     split = hold_out(documents, config.eval_fraction)
     train, held_out = (
         pack((encode_document(document, tokenizer) for document in part), config.seq_len, tokenizer.end_id)

@@ -38,7 +38,7 @@ def encode_document(document: Document, tokenizer: Tokenizer) -> EncodedDocument
         ConfigError: the tokenizer's chat template cannot render a conversation, or rewrites it so that replies cannot
             be found.
     """
-    if _is_in_plain_template(document, tokenizer):
+    if is_in_plain_template(document, tokenizer):
         segments = tuple(_plain_chat_segments(document))
     elif document.messages:
         assert isinstance(tokenizer, HuggingFaceTokenizer)
@@ -61,7 +61,7 @@ def encode_document(document: Document, tokenizer: Tokenizer) -> EncodedDocument
     return _encoded(ids, is_target, document.whole)
 
 
-def _is_in_plain_template(document: Document, tokenizer: Tokenizer) -> bool:
+def is_in_plain_template(document: Document, tokenizer: Tokenizer) -> bool:
     """Return whether a document is a conversation for the built-in template, because the tokenizer has no template."""
     return bool(document.messages) and not (isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.chat_template)
 

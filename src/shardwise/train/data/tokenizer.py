@@ -21,6 +21,14 @@ BYTES = "bytes"
 END_OF_DOCUMENT = "<|endofdocument|>"
 _BYTE_VALUES = 256
 _PADDED_TO = 64
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '### ' + message['role'] + '\n' + message['content'] }}"
+    "{{ eos_token if message['role'] == 'assistant' else '\n\n' }}"
+    "{% endfor %}"
+    "{{ '### assistant\n' if add_generation_prompt else '' }}"
+)
+"""A conversation as it is rendered for training where the tokenizer has no chat template."""
 
 
 class Saved(Protocol):
@@ -37,6 +45,9 @@ class Tokenizer(Saved, Protocol):
     """All token ids are below this. A model's embedding must have at least as many rows."""
     end_id: int
     """The end-of-document token."""
+    renders_plainly: bool
+    """Whether conversations are rendered in `PLAIN_TEMPLATE`. Then `save` writes that too, so that whatever loads the
+    tokenizer renders them in the same way."""
 
     def encode(self, text: str) -> list[int]:
         """Return token ids without any special tokens."""
@@ -52,6 +63,9 @@ class ByteTokenizer:
     end_id = _BYTE_VALUES
     vocab_size = -(-(_BYTE_VALUES + 1) // _PADDED_TO) * _PADDED_TO
 
+    def __init__(self) -> None:
+        self.renders_plainly = False
+
     def encode(self, text: str) -> list[int]:
         """Return the UTF-8 bytes of the text; bytes that were not UTF-8 in the source are restored."""
         return list(text.encode(errors=TEXT_ERRORS))
@@ -62,7 +76,7 @@ class ByteTokenizer:
 
     def save(self, directory: Path) -> None:
         """Write the files of a byte-level BPE without merges, which gives the same ids."""
-        _byte_level_tokenizer().save_pretrained(directory)
+        _save(_byte_level_tokenizer(), self.renders_plainly, directory)
 
 
 class HuggingFaceTokenizer:
@@ -77,6 +91,7 @@ class HuggingFaceTokenizer:
         self.inner = tokenizer
         self.end_id: int = end_id
         self.vocab_size = len(tokenizer)
+        self.renders_plainly = False
 
     @property
     def chat_template(self) -> str | None:
@@ -97,7 +112,13 @@ class HuggingFaceTokenizer:
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer with `save_pretrained`."""
-        self.inner.save_pretrained(directory)
+        _save(self.inner, self.renders_plainly, directory)
+
+
+def _save(tokenizer: PreTrainedTokenizerBase, renders_plainly: bool, directory: Path) -> None:
+    tokenizer.save_pretrained(directory)
+    if renders_plainly:
+        (directory / "chat_template.jinja").write_text(PLAIN_TEMPLATE, encoding="utf-8")
 
 
 def load_tokenizer(name: str | None) -> Tokenizer:
