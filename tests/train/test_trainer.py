@@ -409,3 +409,27 @@ def test_a_factory_with_its_own_loss(tmp_path: Path) -> None:
         "log.name=again",
     )  # fmt: skip
     assert losses("again")[0] < losses("tiny")[0] - 0.5
+
+
+def test_the_loss_of_documents_kept_apart_is_that_of_each_alone() -> None:
+    """The first step's loss, which is the mean over the targets of all documents."""
+    from shardwise.train.build.models import TextShape, build_model
+    from shardwise.train.tasks.objectives import next_token_nll
+
+    examples = [{"prompt": f"{i} foxes", "completion": "jump" * (1 + i % 3)} for i in range(12)]
+    Path("rows.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in examples))
+    data = ("data.source=rows.jsonl", "data.eval_fraction=0", "train.eval_every=0", "data.seq_len=48")
+    run_alone(*data, "train.steps=1", "train.global_batch=5", "train.micro_batch=5", "data.document_mask=true")
+    config = load("tiny.toml", [*data, "model.init=cpu"])
+    torch.manual_seed(config.train.seed)
+    model = build_model(config.model, TextShape(320, 256, 48))
+    nll, targets = torch.zeros(()), 0
+    with torch.no_grad():
+        for one in examples:
+            prompt, completion = (list(one[name].encode()) for name in ("prompt", "completion"))
+            ids = torch.tensor([[*prompt, *completion, 256]])
+            labels = ids.clone()
+            labels[:, : len(prompt)] = -100
+            nll += next_token_nll(model(input_ids=ids).logits, labels)
+            targets += len(completion) + 1
+    assert losses("tiny")[0] == pytest.approx(float(nll) / targets, rel=1e-5)

@@ -86,10 +86,12 @@ class LossFunction:
     def __init__(self, model: nn.Module, objective: Objective | None = None) -> None:
         """objective: the task's; None = that of a causal language model."""
         self.objective = NextToken() if objective is None else objective
-        self._parameters = frozenset(inspect.signature(model.forward).parameters)
+        self.parameters = frozenset(inspect.signature(model.forward).parameters)
+        """Names of the arguments of the model's forward."""
         config: Any = getattr(model, "config", None)
         is_transformer = hasattr(model, "get_output_embeddings")
-        self._own_loss = "labels" in self._parameters and not is_transformer and isinstance(self.objective, NextToken)
+        self.own_loss = "labels" in self.parameters and not is_transformer and isinstance(self.objective, NextToken)
+        """Whether the model is called with labels and returns its loss."""
         self._no_cache = without_cache(config)
         self._router_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0))
 
@@ -103,9 +105,9 @@ class LossFunction:
         Raises:
             UserError: the model returns neither logits nor a loss.
         """
-        if self._own_loss:
+        if self.own_loss:
             return MicroBatchLoss(_own_loss(model, batch), None)
-        output, logits = self._outputs(model, batch)
+        output, logits = self.outputs(model, batch)
         auxiliary = getattr(output, "aux_loss", None)
         if auxiliary is not None:
             auxiliary = auxiliary * self._router_coefficient
@@ -114,15 +116,15 @@ class LossFunction:
     def evaluated(self, model: nn.Module, batch: DeviceBatch) -> tuple[float, Tensor]:
         """Run one forward; return the summed loss and the scores of the objective. Waits for the device. Otherwise as
         `__call__`."""
-        if self._own_loss:
+        if self.own_loss:
             return float(_own_loss(model, batch)), torch.zeros(0, dtype=torch.int64)
-        _, logits = self._outputs(model, batch)
+        _, logits = self.outputs(model, batch)
         nll = float(self.objective.nll(logits, batch.labels))
         return nll, self.objective.scores(logits, batch.labels).cpu()
 
-    def _outputs(self, model: nn.Module, batch: DeviceBatch) -> tuple[Any, Tensor]:
-        """Return a model's output and its logits."""
-        known = self._parameters
+    def outputs(self, model: nn.Module, batch: DeviceBatch) -> tuple[Any, Tensor]:
+        """Run one forward of a model that is called without labels; return its output and the logits in it."""
+        known = self.parameters
         inputs = {name: value for name, value in batch.inputs.items() if name not in _UNNEEDED or name in known}
         output = model(**inputs, **self._no_cache)
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)

@@ -39,6 +39,7 @@ from shardwise.train.data.batches import Batches, EvaluationBatches, Share
 from shardwise.train.data.micro_batch import MicroBatch
 from shardwise.train.data.model_files import fetch, names_of, settled, with_names
 from shardwise.train.data.tokenizer import files_of, sources_in_words
+from shardwise.train.document_mask import check_keeps_apart
 from shardwise.train.loss import DeviceBatch, LossFunction, StepWeights, evaluate
 from shardwise.train.output.checkpoints import Checkpoints
 from shardwise.train.output.console import Footprint, RunConsole, compared_with_ddp
@@ -261,6 +262,10 @@ class Trainer:
                 f"the checkpoints in {directory.checkpoints} were removed while the run started: start it again"
             )
         self._go_on(resumed)
+        if self.config.data.document_mask:
+            in_16_bits = self.config.parallel.param_dtype in {"bf16", "fp16"}
+            rows, shape = train.micro_batch, self.task.shape
+            check_keeps_apart(self.model, self.loss_function, self.ranks, rows, shape, in_16_bits)
         device_tools.reset_peak(self.ranks.device)  # the peak must not include memory used to build the model
         with self.interruption.heard(), checkpoints.finished(self.model), ExitStack() as stack:
             with self.ranks.together():

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
 from shardwise.train.data.encoding import EncodedDocument
+from shardwise.train.data.micro_batch import Draw
 from shardwise.train.data.packing import pack
 
 PAD = 256
@@ -59,3 +60,14 @@ def test_rows_without_a_target_are_left_out() -> None:
 def test_a_row_of_one_token_is_refused() -> None:
     with pytest.raises(ConfigError, match="seq_len=1"):
         pack([], 1, PAD)
+
+
+def test_positions_begin_anew_with_each_document_and_each_row() -> None:
+    documents = [encoded([1, 2, 3]), encoded([4, 5, 6, 7]), encoded([8, 9], whole=True)]
+    rows = pack(documents, 4, PAD, keeps_apart=True)
+    assert rows.ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, PAD], [8, 9, PAD, PAD]]
+    positions = rows.micro_batch([Draw(row, row) for row in (2, 0, 1)]).inputs["position_ids"]
+    assert positions.tolist() == [[0, 1, 0, 1], [0, 1, 2, 0], [0, 1, 2, 0]]
+    without = pack(documents, 4, PAD)
+    assert without.micro_batch([Draw(0, 0)]).inputs.keys() == {"input_ids"}
+    assert without.digest == rows.digest

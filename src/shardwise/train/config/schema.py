@@ -175,6 +175,9 @@ class DataConfig(Section):
     vocabulary of 320); none = the model's own, and "bytes" for a model that starts from random weights and has none."""
     seq_len: PositiveInt = 512
     """Tokens per sequence."""
+    document_mask: bool = False
+    """Keep the documents that share a sequence apart: tokens attend only to those of their own document, and positions
+    begin anew with each. Needs a model of transformers, or one that takes such `position_ids`."""
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """The fraction of the documents held out for evaluation; 0 = none."""
     seed: NonNegativeInt = 0

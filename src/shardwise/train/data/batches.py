@@ -51,7 +51,12 @@ def load_datasets(config: DataConfig) -> Datasets:
     tokenizer.renders_plainly = any(is_in_plain_template(document, tokenizer) for document in documents)
     split = hold_out(documents, config.eval_fraction)
     train, held_out = (
-        pack((encode_document(document, tokenizer) for document in part), config.seq_len, tokenizer.end_id)
+        pack(
+            (encode_document(document, tokenizer) for document in part),
+            config.seq_len,
+            tokenizer.end_id,
+            config.document_mask,
+        )
         for part in split
     )
     if not len(train):

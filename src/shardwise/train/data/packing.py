@@ -7,7 +7,9 @@ that is longer than a row loses its end. Everything stays in the order of the so
 
 Not targets: prompts, padding, and the first token of every document, because nothing of its own document precedes it.
 The first token of a row has nothing before it either, but the loss, which predicts token t+1 from tokens up to t, never
-predicts it. Attention is not masked between the documents of a row: a position may attend to earlier documents.
+predicts it. With `data.document_mask` batches have `position_ids`, which begin anew with each document, padding
+included: by these transformers' models keep documents apart. Without, a position may attend to earlier documents of its
+row.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class PackedRows:
     """[rows, seq_len] whether a token is a target; the first column is never used."""
     truncated: int = 0
     """Number of instruction examples that were longer than a row and lost their end."""
+    begins: NDArray[np.bool_] | None = None
+    """[rows, seq_len] whether a token is the first of its document in its row; None if documents are not kept apart."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -57,7 +61,11 @@ class PackedRows:
         index = [draw.row if there else 0 for draw, there in zip(draws, exists, strict=True)]
         input_ids = self.ids[index].astype(np.int64)
         labels = np.where(self.is_target[index] & exists[:, None], input_ids, IGNORED)
-        return MicroBatch.of_next_tokens({"input_ids": input_ids}, labels)
+        inputs = {"input_ids": input_ids}
+        if self.begins is not None:
+            places = np.arange(self.ids.shape[1])
+            inputs["position_ids"] = places - np.maximum.accumulate(np.where(self.begins[index], places, 0), axis=1)
+        return MicroBatch.of_next_tokens(inputs, labels)
 
 
 class _Packer:
@@ -68,6 +76,7 @@ class _Packer:
         self.pad_id = pad_id
         self.ids: list[NDArray[np.int32]] = []
         self.targets: list[NDArray[np.bool_]] = []
+        self.begins: list[NDArray[np.bool_]] = []
         self.filled = 0
         """Tokens in all rows so far; the current row holds `filled % seq_len`."""
         self.truncated = 0
@@ -92,23 +101,27 @@ class _Packer:
     def _append(self, ids: NDArray[np.int32], is_target: NDArray[np.bool_]) -> None:
         self.ids.append(ids)
         self.targets.append(is_target)
+        self.begins.append(np.arange(len(ids)) == 0)
         self.filled += len(ids)
 
-    def rows(self) -> PackedRows:
+    def rows(self, keeps_apart: bool) -> PackedRows:
         self.close_row()
         ids = np.concatenate([np.empty(0, dtype=np.int32), *self.ids]).reshape(-1, self.seq_len)
         is_target = np.concatenate([np.empty(0, dtype=np.bool_), *self.targets]).reshape(-1, self.seq_len)
+        begins = np.concatenate([np.empty(0, dtype=np.bool_), *self.begins]).reshape(-1, self.seq_len)
+        begins[:, 0] = True  # a text may go on in the next row
         useful = is_target[:, 1:].any(axis=1)  # a row without a target would only cost time
-        return PackedRows(ids[useful], is_target[useful], self.truncated)
+        return PackedRows(ids[useful], is_target[useful], self.truncated, begins[useful] if keeps_apart else None)
 
 
-def pack(documents: Iterable[EncodedDocument], seq_len: int, pad_id: int) -> PackedRows:
+def pack(documents: Iterable[EncodedDocument], seq_len: int, pad_id: int, keeps_apart: bool = False) -> PackedRows:
     """Lay out documents in rows by the policy above; rows without any target are left out.
 
     Args:
         documents: in the order of the source.
         seq_len: tokens per row, at least 2.
         pad_id: the token that pads rows which end early; never a target.
+        keeps_apart: whether batches have `position_ids`: `data.document_mask`.
 
     Raises:
         ConfigError: `seq_len` is less than 2; a row of one token has nothing to predict.
@@ -120,4 +133,4 @@ def pack(documents: Iterable[EncodedDocument], seq_len: int, pad_id: int) -> Pac
     packer = _Packer(seq_len, pad_id)
     for document in documents:
         packer.add(document)
-    return packer.rows()
+    return packer.rows(keeps_apart)

@@ -21,6 +21,7 @@ def check_supported(config: Config) -> None:
         "train.optimizer_in_backward": train.optimizer_in_backward,
         f'train.activation_checkpointing = "{train.activation_checkpointing}"': train.activation_checkpointing
         not in REMAT,
+        "data.document_mask": config.data.document_mask,
         f"lora.r = {config.lora.r}": config.lora.r > 0,
         f'parallel.strategy = "{parallel.strategy}"': parallel.strategy not in _STRATEGIES,
         f'parallel.param_dtype = "{parallel.param_dtype}"': parallel.param_dtype == "fp16",
