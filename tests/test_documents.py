@@ -134,10 +134,16 @@ def test_the_fine_tuning_that_the_guide_prints(room: Path) -> None:
 
 def test_the_adapters_that_the_guide_prints() -> None:
     """They are a section more beside what a configuration has."""
-    whole, adapters, _ = blocks("docs/user-guide.md", "toml")
+    whole, adapters, *_ = blocks("docs/user-guide.md", "toml")
     Path("run.toml").write_text(adapters + whole[whole.index("[data]") :])
     config = load("run.toml")
     assert (config.lora.r, config.lora.base, config.model.dtype) == (16, "nf4", "bf16")
+
+
+def test_the_task_that_the_guide_prints() -> None:
+    *_, task, _ = blocks("docs/user-guide.md", "toml")
+    Path("run.toml").write_text(task)
+    assert load("run.toml").model.task == "sequence-classification"
 
 
 def test_the_names_of_a_hub_that_the_guide_prints() -> None:

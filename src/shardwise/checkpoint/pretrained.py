@@ -35,6 +35,7 @@ _DISAGREE = (
     "ranks disagree about what to load: call sw.checkpoint.load_pretrained on every rank with the same path and "
     "strict, where every rank finds the same files"
 )
+_POOLER = "pooler"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -71,8 +72,9 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
 
     For a transformers model, names are accepted as its `from_pretrained` accepts them: old names, names with or without
     the base model's prefix, split and stacked tensors, either name of two tied tensors. What its class declares as not
-    needed is neither missing nor unexpected. A directory that another class wrote may lack the head or have another
-    one: that is reported with a warning, and the head stays as it was initialised. Any other difference raises.
+    needed is neither missing nor unexpected. A directory that another class wrote may lack the head (with its pooler)
+    or have another one: that is reported with a warning, and the head stays as it was initialised. Any other
+    difference raises.
 
     Raises:
         CheckpointError: there is no such directory, it is damaged, it holds only pickles or quantized weights, tied
@@ -252,8 +254,10 @@ def _ignorable(model: nn.Module, kind: str) -> set[str]:
 
 
 def _in_base(model: Any, name: str) -> bool:
-    """Return whether a name belongs to the base model that heads are put on."""
+    """Return whether a name belongs to the base model that heads are put on. Its pooler counts as part of a head: only
+    those classes build it whose heads read it."""
     prefix = model.base_model_prefix
     base = getattr(model, prefix, model) if prefix else model
+    first = name.removeprefix(f"{prefix}.").split(".")[0]
     inside = base is not model and name.startswith(f"{prefix}.")
-    return inside or name.removeprefix(f"{prefix}.").split(".")[0] in dict(base.named_children())
+    return first != _POOLER and (inside or first in dict(base.named_children()))

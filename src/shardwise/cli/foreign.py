@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +20,7 @@ from shardwise.policy.settings import RUN, values_in, words
 if TYPE_CHECKING:
     from shardwise.cli.plan_options import Options
     from shardwise.plan.hardware.devices import Hardware
+    from shardwise.train.config.schema import ModelConfig
 
 
 _SHARDING = ("strategy", "shard_group", "reshard_after_forward")
@@ -120,7 +122,7 @@ def _own(path: Path, gpu: str | None) -> dict[str, Any]:
     compute = parallel.param_dtype or _computed_in(model.dtype, find_device(gpu or parallel.hardware or USUAL_GPU))
     targets = None if lora.targets is None else tuple(lora.targets)
     return {
-        "model": model.path or model.factory or (model.config if "vocab_size" in (model.config or {}) else None),
+        "model": _model(model),
         "gpu": parallel.hardware,
         "gpus": parallel.ranks if isinstance(parallel.ranks, int) else None,
         "global_batch": config.train.global_batch,
@@ -130,6 +132,30 @@ def _own(path: Path, gpu: str | None) -> dict[str, Any]:
         **values_in(config.model_dump()),
         "offload": config.offload.places,
     }
+
+
+def _model(model: ModelConfig) -> Any:
+    """Return MODEL for a section `[model]`: a name, or a configuration that names the class of the section's task; None
+    for an inline model whose vocabulary is the data's."""
+    from shardwise.hub import fetch_config, hub_name
+    from shardwise.train.config.files import reading
+    from shardwise.train.config.tasks import check_task, class_for, task_for
+
+    if model.config is not None and "vocab_size" not in model.config and model.task != "image-classification":
+        return None
+    if model.task is None or model.factory is not None:
+        return model.path or model.factory or model.config
+    found: Mapping[str, Any] = model.config or {}
+    if model.path is not None:
+        name = hub_name(model.path)
+        path = Path(model.path) if name is None else fetch_config(name, f"model.path={model.path!r}")
+        file = path / "config.json" if path.is_dir() else path
+        with reading("model.path", model.path):
+            found = json.loads(file.read_text(encoding="utf-8"))
+        if task_for(found) == model.task:
+            return model.path
+    check_task(model.task, str(found.get("model_type")))
+    return {**found, "architectures": [class_for(model.task, str(found.get("model_type")))]}
 
 
 def _computed_in(stored: str, device: Hardware) -> str | None:

@@ -10,10 +10,12 @@ from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.build.optimizer import align_of
 from shardwise.train.build.sharding import shard_model
 from shardwise.train.config.schema import RANDOM, Config
+from shardwise.train.config.tasks import DEFAULT
 from shardwise.train.data.tokenizer import load_tokenizer
 from shardwise.train.output.checkpoints import Checkpoints
 from shardwise.train.process.ranks import Ranks, device_here
 from shardwise.train.run.directory import RunDirectory
+from shardwise.train.tasks.loading import load_task
 
 
 def table(config: Config) -> str:
@@ -27,8 +29,7 @@ def table(config: Config) -> str:
     """
     world_size = config.parallel.ranks
     assert world_size != "auto"
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    text = TextShape(tokenizer.vocab_size, tokenizer.end_id, config.data.seq_len)
+    text = _shape(config)
     here = Ranks(0, world_size, device_here())
     saved = Checkpoints(RunDirectory(config.run_directory).checkpoints, config.checkpoint, here)
     config, words = compute_dtype.settle(config, here.device, saved.peek())
@@ -37,6 +38,14 @@ def table(config: Config) -> str:
         config, planned = _settled(config, text, here)
         words += planned
     return words + _described(config, text, Ranks(0, world_size, torch.device("cpu")))
+
+
+def _shape(config: Config) -> TextShape:
+    """Return the sizes that the data requires of the model. Where it has labels or pictures, the data is read."""
+    if config.model.task not in {None, DEFAULT}:
+        return load_task(config).shape
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    return TextShape(tokenizer.vocab_size, tokenizer.end_id, config.data.seq_len)
 
 
 def _settled(config: Config, text: TextShape, ranks: Ranks) -> tuple[Config, str]:

@@ -11,14 +11,15 @@ from torch import nn
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import UsageError
 from shardwise.fsdp.sharded_parameter import ShardedParameter
-from shardwise.modules.adapters import is_of_parameter, layers_of, low_rank, only_adapter, wrapped_by
+from shardwise.modules.adapters import is_of_parameter, layers_of, low_rank, only_adapter, saved_by, wrapped_by
 from shardwise.sharded.extensions.few_bits import FewBitsParameter
 
 
 @torch.no_grad()
 def merge_adapter(model: nn.Module) -> None:
     """Add a sharded model's LoRA adapter to its weights and remove PEFT's layers. The model is then as it was before
-    PEFT, and must not be trained further. Collective: every rank must call this.
+    PEFT, and must not be trained further. A module that the adapter trains as a whole (`modules_to_save`) takes the
+    place of the base's. Collective: every rank must call this.
 
     Each rank adds to its own shards. Only the two factors of one layer at a time are gathered. If a weight is kept in
     few bits, its factors stay on every rank and are added in full precision whenever the weight is read.
@@ -28,12 +29,15 @@ def merge_adapter(model: nn.Module) -> None:
     adapter = only_adapter(model)
     layers = layers_of(model)
     for name, layer in layers.items():
-        _check_plain(name, layer, adapter)
+        if saved_by(layer, adapter) is None:
+            _check_plain(name, layer, adapter)
     require_engine(model).reshard_all()
     for name, layer in layers.items():
-        _merge(layer, adapter)
+        trained = saved_by(layer, adapter)
+        if trained is None:
+            _merge(layer, adapter)
         parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, wrapped_by(layer))
+        setattr(model.get_submodule(parent), own, trained or wrapped_by(layer))
 
 
 def _check_plain(name: str, layer: Any, adapter: str) -> None:

@@ -119,6 +119,24 @@ def wrapped_by(layer: nn.Module) -> nn.Module | None:
     return layer.get_submodule(found[1]) if found is not None and not found[0] else None
 
 
+def saved_by(layer: nn.Module, adapter: str) -> nn.Module | None:
+    """Return the module that an adapter trains as a whole instead of the base's (`modules_to_save`), inside one of
+    PEFT's wrappers; None for any other module."""
+    return _saved(layer).get(adapter)
+
+
+def saved_copies(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules of `saved_by`, of all adapters. PEFT makes them as copies of the base's."""
+    return list(_saved(layer).values())
+
+
+def _saved(layer: Any) -> Mapping[str, nn.Module]:
+    peft: Any = sys.modules.get("peft")
+    if peft is None or not isinstance(layer, peft.utils.other.ModulesToSaveWrapper):
+        return {}
+    return dict(layer.modules_to_save)
+
+
 def is_of_parameter(module: nn.Module) -> bool:
     """Whether a module is PEFT's wrapper for a single parameter of a module (`target_parameters`): each forward
     replaces the parameter by the adapted one, whatever the inner module does with it."""

@@ -29,7 +29,7 @@ from shardwise.modules.deferred_init.progress import log_to
 from shardwise.plan.models.transformers_models import quiet_transformers
 from shardwise.policy.kinds import KINDS, STATE_KINDS
 from shardwise.train.build import auto, compute_dtype, rank_consistency
-from shardwise.train.build.lora import base_digest
+from shardwise.train.build.lora import base_digest, start_heads
 from shardwise.train.build.models import build_model
 from shardwise.train.build.optimizer import align_of, build_optimizer, set_lr
 from shardwise.train.build.sharding import compile_blocks, needs_loss_scaling, shard_model
@@ -228,6 +228,8 @@ class Trainer:
         if saved_whole or weights is None:
             return sharded
         report = sw.checkpoint.load_pretrained(weights, sharded)
+        if self.config.lora.r and self.task.shape.labels:
+            start_heads(sharded)
         name = shown(self.config.model.pretrained or "")
         self.console.say(
             f"{name}: each rank read its own {report.read_bytes / 2**20:,.1f} MiB of weights, and held at most "
@@ -540,10 +542,11 @@ class Trainer:
     @property
     def form(self) -> Form:
         """Form in which `final/` is written. An adapter is written alone only if its base are pretrained weights, which
-        others have too; otherwise it is merged into the base."""
+        others have too, and the base has the head; otherwise it is merged into the base."""
         if not self.config.lora.r:
             return Form.WHOLE
-        return Form.MERGED if self.config.model.pretrained is None else Form.ADAPTER
+        is_complete = self.config.model.pretrained is not None and not self.task.shape.labels
+        return Form.ADAPTER if is_complete else Form.MERGED
 
     def _footprint(self) -> Footprint:
         """Return this run's bytes per rank beside DDP's. Every rank must call this."""

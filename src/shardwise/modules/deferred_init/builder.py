@@ -167,6 +167,10 @@ class _Builder:
     def _adapt(self, layer: nn.Module) -> None:
         """Record the adapters in one of PEFT's wrappers, whose inner module is already recorded."""
         inner = adapters.wrapped_by(layer)
+        copies = adapters.saved_copies(layer)
+        if inner is not None and copies:
+            self._copy(inner, copies)
+            return
         added = [child for child in layer.children() if child is not inner and self._is_blank(child)]
         for child in added:
             self.build(child, _by_reset)
@@ -194,11 +198,16 @@ class _Builder:
             if _shapes(layer) != _shapes(original):
                 continue  # it was inserted later
             self._cloned.add(id(layer))
-            for ours, theirs in zip(layer.modules(), original.modules(), strict=True):
+            self._copy(original, [layer])
+        self._cloned.add(id(original))
+
+    def _copy(self, original: nn.Module, copies: Sequence[nn.Module]) -> None:
+        """Record modules as copies of one that is already recorded."""
+        for copy in copies:
+            for ours, theirs in zip(copy.modules(), original.modules(), strict=True):
                 if id(ours) in self._blank:
                     _copy_tensors(theirs, ours)
                     self._initialised.update(map(id, ours._parameters.values()))
-        self._cloned.add(id(original))
 
     def _initialise(self, module: nn.Module, initialise: Initialise) -> None:
         own = [site for site in all_sites_of(module) if site.kind == "_parameters"]

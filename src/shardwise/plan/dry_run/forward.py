@@ -36,6 +36,7 @@ class TrainingForward:
         parameters = inspect.signature(model.forward).parameters
         self._takes_labels = "labels" in parameters
         self._takes_text = "input_ids" in parameters
+        self._labels_rows = type(model).__name__.endswith("ForSequenceClassification")
         self._contrasts = {"input_ids", "pixel_values", "return_loss"} <= parameters.keys()
         self._first = next(iter(parameters), "input_ids")
         self._main = getattr(model, "main_input_name", None) or self._first
@@ -72,6 +73,8 @@ class TrainingForward:
         else:
             labels = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.int64)
             inputs = {self._main: labels.clone(), **self._no_cache}
+            if self._labels_rows:
+                labels = labels[:, 0]
         if self._takes_labels and self._job.loss == "model":
             inputs["labels"] = labels
         return inputs

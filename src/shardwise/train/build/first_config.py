@@ -14,6 +14,7 @@ from shardwise.toml_text import toml_value
 from shardwise.train.build.models import TextShape, build_model, positions_and_dtype
 from shardwise.train.config.files import config_of
 from shardwise.train.config.schema import RANDOM, Config, ModelConfig
+from shardwise.train.config.tasks import DEFAULT
 from shardwise.train.data.documents import Document
 from shardwise.train.data.encoding import encode_document
 from shardwise.train.data.model_files import fetch, has_weights, settled
@@ -136,6 +137,11 @@ def first_config(asked: Asked, name: str, ranks: int, say: Callable[[str], None]
                  {"source": asked.data, "split": asked.split, "subset": asked.subset}.items() if value}  # fmt: skip
     tree = {"model": model_keys, "data": data_keys, "train": {"steps": 1}, "log": {"name": name}}
     config = settled(config_of(tree, "shardwise init"))
+    if config.model.task != DEFAULT:
+        raise ConfigError(
+            f"{asked.model} is a model for {config.model.task}, and `shardwise init` writes configurations for "
+            f"{DEFAULT} alone: docs/user-guide.md#tasks has one to start from"
+        )
     fetch(config, False, say)
     tokenizer = load_tokenizer(config.data.tokenizer)
     rows = _look_at_rows(config, tokenizer)

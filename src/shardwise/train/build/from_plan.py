@@ -9,9 +9,11 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.fsdp.strategy import short_dtype_name
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.models.source import ModelSource
+from shardwise.plan.models.transformers_models import complete_config, model_and_config
 from shardwise.policy.settings import RUN, tree_of
 from shardwise.train.config.files import config_of
 from shardwise.train.config.schema import RANDOM, UNSET, Config, ModelConfig
+from shardwise.train.config.tasks import DEFAULT, KINDS, TaskName, task_of
 from shardwise.train.data.model_files import has_weights
 
 STEPS = 1000
@@ -25,7 +27,7 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
 
     If the model was given as a Hugging Face directory or a name of a hub, training starts from its weights, if it has
     any, and uses its tokenizer, and the user must name the data (`data.source` is "unset"). Any other model starts from
-    random weights, on the default data.
+    random weights, on the default data if it is a causal language model.
 
     Args:
         source: the model, which must have a name.
@@ -33,7 +35,7 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
         name: the name of the run.
 
     Raises:
-        PlanError: the trainer cannot run the job: the model is not a language model, or the plan is for an engine,
+        PlanError: the trainer cannot run the job: it has no task for the model, or the plan is for an engine,
             loss, attention or optimizer that the trainer does not have.
     """
     check_model(source)
@@ -50,7 +52,7 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
     units = job.units if isinstance(job.units, int) else job.units_by_name
     tree = tree_of({**{one: getattr(job, one) for one in RUN}, "units": units})
     tree |= {
-        "model": {**source.model_section(), **_weights(source), "dtype": master},
+        "model": {**source.model_section(), **_weights(source), **_named_task(source), "dtype": master},
         "log": {"name": name},
         **_offload(job),
         **_lora(job),
@@ -76,18 +78,33 @@ def _weights(source: ModelSource) -> dict[str, Any]:
     return {} if directory is None or has_weights(directory) else {"weights": RANDOM}
 
 
+def _named_task(source: ModelSource) -> dict[str, Any]:
+    task = DEFAULT if source.config is None else _task(source)
+    return {} if task == DEFAULT else {"task": task}
+
+
 def _data(source: ModelSource) -> dict[str, Any]:
     is_file = source.path is None or source.path.endswith(".json")
-    return {} if is_file else {"source": UNSET}
+    return {} if is_file and not _named_task(source) else {"source": UNSET}
 
 
 def check_model(source: ModelSource) -> None:
-    """Raise PlanError for a model that the trainer cannot train: a transformers model that is not a language model."""
-    if source.description is not None and not source.description.is_language_model:
+    """Raise PlanError for a transformers model that the trainer has no task for."""
+    if source.config is not None and _task(source) is None:
         raise PlanError(
-            f"{source.title}: `shardwise train` trains causal language models; plan it without --config and train it "
-            "with sw.shard in a script of your own"
+            f"{source.title}: `shardwise train` has no task for it (it has {', '.join(KINDS)}); plan it without "
+            "--config and train it with sw.shard in a script of your own"
         )
+
+
+def _task(source: ModelSource) -> TaskName | None:
+    """Return the task of a source with a transformers configuration; None if the class that is planned is for none."""
+    assert source.config is not None
+    assert source.description is not None
+    if source.description.is_language_model:
+        return DEFAULT
+    planned, _ = model_and_config(complete_config(source.config))
+    return task_of(planned.__name__)
 
 
 def _offload(job: Job) -> dict[str, Any]:

@@ -16,7 +16,10 @@ from shardwise.errors import ConfigError, one_line
 from shardwise.hub import hub_name, local
 from shardwise.suggest import did_you_mean
 from shardwise.train.config.schema import Config, LoraConfig, ModelConfig
+from shardwise.train.config.tasks import CLASSIFIES, DEFAULT, KINDS
 
+_ADAPTER, _BASES = "default", ".original_module."
+"""PEFT's name of an adapter that gets none, and what it puts into the names of a base's module beside a trained one."""
 _SAMPLE_NUMEL = 16
 """Number of elements of each of the base's tensors that its digest covers."""
 
@@ -41,7 +44,8 @@ def add_adapter(model: nn.Module, lora: LoraConfig, config: ModelConfig) -> nn.M
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.targets if lora.targets is not None else "all-linear",
-        task_type="CAUSAL_LM",
+        task_type=KINDS[config.task or DEFAULT].peft,
+        modules_to_save=heads_of(model) if config.task in CLASSIFIES else None,
         **_name_of_base(config),
     )
     _check_targets(model, lora)
@@ -56,6 +60,27 @@ def add_adapter(model: nn.Module, lora: LoraConfig, config: ModelConfig) -> nn.M
             parameter.data = parameter.data.float()
     result: nn.Module = adapted
     return result
+
+
+def heads_of(model: nn.Module) -> list[str]:
+    """Return the names of a transformers model's modules with parameters that are not its base model: of its head."""
+    base = getattr(model, "base_model_prefix", "")
+    return [name for name, child in model.named_children() if name != base and any(True for _ in child.parameters())]
+
+
+def start_heads(model: nn.Module) -> None:
+    """Copy the base's heads to those that an adapter trains instead. Call it after the base was read: a head that the
+    base lacks was initialised twice, differently. Every rank must call this.
+
+    model: sharded.
+    """
+    names = {
+        name: str(name).replace(".original_module.", f".modules_to_save.{_ADAPTER}.") for name in model.state_dict()
+    }
+    copied = {copy: name for name, copy in names.items() if copy != name}
+    state: dict[str, Any] = model.state_dict()
+    whole = {copy: state[name].full_tensor() for copy, name in copied.items()}
+    model.load_state_dict(whole, strict=False)
 
 
 def base_digest(config: Config) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from shardwise.suggest import did_you_mean, nearest_path
 from shardwise.train.build.lora import add_adapter
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import LoraConfig, ModelConfig
+from shardwise.train.config.tasks import DEFAULT, KINDS, check_task
 from shardwise.train.data.data_checks import check_fits
 
 if TYPE_CHECKING:
@@ -33,10 +35,14 @@ class TextShape:
     """The sizes that the data requires of a model."""
 
     vocab_size: int
-    """All token ids are below this."""
+    """All token ids are below this; 0 for data without text."""
     end_id: int
     """The end-of-document token."""
     seq_len: int
+    pad_id: int | None = None
+    """The token that pads texts; None = any."""
+    labels: tuple[str, ...] = ()
+    """Names of the outputs of a head that classifies, in order; empty for other heads."""
 
 
 def build_model(config: ModelConfig, text: TextShape, lora: LoraConfig = NO_ADAPTER) -> nn.Module:
@@ -61,6 +67,7 @@ def build_model(config: ModelConfig, text: TextShape, lora: LoraConfig = NO_ADAP
             that is already initialised.
     """
     model = _build_base(config, text)
+    _freeze(model, config.freeze)
     return (add_adapter(model, lora, config) if lora.r else model).train()
 
 
@@ -79,20 +86,37 @@ def positions_and_dtype(config: ModelConfig) -> tuple[int | None, str]:
     return positions_of(text_part(found)), "bf16" if found.dtype in {torch.bfloat16, torch.float16} else "fp32"
 
 
+def _freeze(model: nn.Module, patterns: list[str]) -> None:
+    """Freeze the parameters whose names match a pattern. Raises ConfigError for a pattern that matches none."""
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        matched = [name for name in parameters if fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            hint = did_you_mean(pattern, parameters) or f"; the first is {next(iter(parameters), 'missing')}"
+            raise ConfigError(f"model.freeze: {pattern!r} matches no parameter of the model{hint}")
+        for name in matched:
+            parameters[name].requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(f"model.freeze={patterns} leaves no parameter to train")
+
+
 def _build_base(config: ModelConfig, text: TextShape) -> nn.Module:
     if config.factory is not None:
         build = load_factory(config.factory, f"model.factory={config.factory!r}", ConfigError)
         return _stored_in(_without_numbers(build(), config), _dtype(config))
     hf_config = _read_config(config, text)
+    check_task(config.task or DEFAULT, hf_config.model_type)
+    _complete(hf_config, text)
     _check_fits(hf_config, text)
     return _build_transformer(hf_config, config)
 
 
 def _build_transformer(hf_config: PreTrainedConfig, config: ModelConfig) -> nn.Module:
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    import transformers
+    from transformers import GenerationConfig
 
     dtype = _dtype(config)
-    auto: Any = AutoModelForCausalLM  # untyped
+    auto: Any = getattr(transformers, KINDS[config.task or DEFAULT].auto)
     model: Any
     try:
         with torch.device("cpu" if config.init == "cpu" else "meta"):
@@ -104,6 +128,19 @@ def _build_transformer(hf_config: PreTrainedConfig, config: ModelConfig) -> nn.M
         raise ConfigError(f"[model]: transformers cannot build it: {one_line(error, with_type=True)}") from error
     built: nn.Module = model
     return built
+
+
+def _complete(hf_config: Any, text: TextShape) -> None:
+    """Give a configuration the labels of the data, and the tokens for padding and for a decoder's start if it has
+    none."""
+    if text.labels:
+        hf_config.id2label = dict(enumerate(text.labels))
+        hf_config.label2id = {name: number for number, name in enumerate(text.labels)}
+    if text.pad_id is not None:
+        if getattr(hf_config, "pad_token_id", None) is None:
+            hf_config.pad_token_id = text.pad_id
+        if getattr(hf_config, "is_encoder_decoder", False) and hf_config.decoder_start_token_id is None:
+            hf_config.decoder_start_token_id = hf_config.pad_token_id
 
 
 def _dtype(config: ModelConfig) -> torch.dtype:
@@ -152,7 +189,7 @@ def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
         if key not in known:
             raise ConfigError(f"model.config.{key} is not a key of model_type {model_type!r}{did_you_mean(key, known)}")
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
-        values.setdefault(key, text.end_id)
+        values.setdefault(key, text.end_id if key != "pad_token_id" or text.pad_id is None else text.pad_id)
     values.setdefault("vocab_size", text.vocab_size)
     positions = blank.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if positions not in values and getattr(blank, positions, text.seq_len) < text.seq_len:

@@ -36,13 +36,20 @@ def hold_out(documents: Sequence[Document], fraction: float) -> Split:
         return Split(list(documents), [])
     if len(documents) == 1:
         return _divide(documents[0], fraction)
-    places = [_place(document.key) for document in documents]
-    last, first = max(places), min(places)
-    held = [place == first or (place < fraction and place != last) for place in places]
+    held = is_held_out([document.key for document in documents], fraction)
     return Split(
         [document for document, kept in zip(documents, held, strict=True) if not kept],
         [document for document, kept in zip(documents, held, strict=True) if kept],
     )
+
+
+def is_held_out(keys: Sequence[str], fraction: float) -> list[bool]:
+    """Return for each of at least two keys whether it is held out, by the rule of `hold_out`."""
+    if fraction == 0:
+        return [False] * len(keys)
+    places = [_place(key) for key in keys]
+    last, first = max(places), min(places)
+    return [place == first or (place < fraction and place != last) for place in places]
 
 
 def _place(key: str) -> float:

@@ -1,10 +1,11 @@
 """The files that `[model]` and `[data]` name: found, or fetched from a hub, before any rank needs them. No torch.
 
-`settled` decides what a configuration leaves open: the commit of a hub's name, and the tokenizer.
+`settled` decides what a configuration leaves open: the commit of a hub's name, the task, and the tokenizer.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from shardwise.errors import ConfigError, HubError
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import RANDOM, UNSET, Config, ModelConfig
+from shardwise.train.config.tasks import DEFAULT, TaskName, task_for
 from shardwise.train.data.hub_rows import prepare
 from shardwise.train.data.tokenizer import BYTES
 
@@ -22,7 +24,8 @@ _ASK_FOR_RANDOM = f'set model.weights = "{RANDOM}" to train from random numbers'
 
 
 def settled(config: Config) -> Config:
-    """Return the configuration with names of a hub pinned to the commits that they name now, and with a tokenizer.
+    """Return the configuration with names of a hub pinned to the commits that they name now, and with a task and a
+    tokenizer.
 
     Configurations and tokenizers are fetched from the hub if they are not in the cache, weights and data sets are not.
     A settled configuration stays as it is, and costs no request.
@@ -38,50 +41,38 @@ def settled(config: Config) -> Config:
     model = model.model_copy(update=found)
     if model.pretrained is not None:
         _check_weights(model, model.pretrained)
+    model = model.model_copy(update={"task": model.task or _task(model)})
     tokenizer = data.tokenizer
     if tokenizer is None:
         tokenizer = _own_tokenizer(model)
     elif tokenizer != BYTES:
         tokenizer = _found("data.tokenizer", tokenizer)
-    sources = [_pinned_rows(one.source) for one in data.each_source]
-    data = data.with_sources(sources).model_copy(update={"tokenizer": tokenizer})
+    rows = hub.hub_name(data.source)
+    source = data.source
+    if rows is not None and not rows.is_pinned:
+        source = str(hub.listing(rows, f"data.source={source!r}", "dataset").name)
+    data = data.model_copy(update={"tokenizer": tokenizer, "source": source})
     return config.model_copy(update={"model": model, "data": data})
 
 
-def _pinned_rows(source: str) -> str:
-    """Return a value of `data.source`; a hub's data set with its commit."""
-    rows = hub.hub_name(source)
-    if rows is None or rows.is_pinned:
-        return source
-    return str(hub.listing(rows, f"data.source={source!r}", "dataset").name)
-
-
-_NAMES = ("model.path", "model.weights", "data.tokenizer")
-"""The keys that `settled` may change, besides `_SOURCES`."""
-_SOURCES = "data.source"
+_NAMES = ("model.path", "model.weights", "model.task", "data.tokenizer", "data.source")
+"""The keys that `settled` may change."""
 
 
 def names_of(config: Config) -> dict[str, str | None]:
-    """Return the names that a configuration gives of models, tokenizers and data, by key; of several sources of data,
-    with the source's number after the key."""
+    """Return the names that a configuration gives of models, tokenizers and data, by key."""
     sections = {"model": config.model, "data": config.data}
-    names = {key: getattr(sections[key.partition(".")[0]], key.partition(".")[2]) for key in _NAMES}
-    sources = [one.source for one in config.data.each_source]
-    return {**names, **{f"{_SOURCES} {number}": source for number, source in enumerate(sources, 1)}}
+    return {key: getattr(sections[key.partition(".")[0]], key.partition(".")[2]) for key in _NAMES}
 
 
 def with_names(config: Config, names: Mapping[str, str | None]) -> Config:
     """Return the configuration with other names, as from `names_of`."""
     model, data = (
-        {key.partition(".")[2]: names[key] for key in _NAMES if key.startswith(section)}
+        {key.partition(".")[2]: name for key, name in names.items() if key.startswith(section)}
         for section in ("model.", "data.")
     )
-    sources = [name for key, name in names.items() if key.startswith(_SOURCES) and name is not None]
     return config.model_copy(
-        update={
-            "model": config.model.model_copy(update=model),
-            "data": config.data.with_sources(sources).model_copy(update=data),
-        }
+        update={"model": config.model.model_copy(update=model), "data": config.data.model_copy(update=data)}
     )
 
 
@@ -104,10 +95,9 @@ def fetch(config: Config, weights: bool, say: Callable[[str], None]) -> None:
     if model.pretrained is not None:
         key = "model.path" if model.pretrained == model.directory else "model.weights"
         hub.fetch(model.pretrained, f"{key}={model.pretrained!r}", weights=weights, say=say)
-    for one in data.each_source:
-        rows = hub.hub_name(one.source)
-        if rows is not None:
-            prepare(rows, one.subset, one.split, say)
+    rows = hub.hub_name(data.source)
+    if rows is not None:
+        prepare(rows, data.subset, data.split, say)
 
 
 def has_weights(name: str) -> bool:
@@ -161,6 +151,19 @@ def _check_weights(model: ModelConfig, name: str) -> None:
         f"{where} has no weights ({hub.SINGLE} or {hub.INDEX}): name a model that has them with model.weights, or "
         f"{_ASK_FOR_RANDOM}"
     )
+
+
+def _task(model: ModelConfig) -> TaskName:
+    """Return the task that the model's configuration is made for. A file that cannot be read is reported by what builds
+    the model."""
+    if model.path is None:
+        return task_for(model.config or {})
+    path = hub.local(model.path)
+    try:
+        found = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return DEFAULT
+    return task_for(found) if isinstance(found, dict) else DEFAULT
 
 
 def _own_tokenizer(model: ModelConfig) -> str:

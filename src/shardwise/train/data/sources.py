@@ -13,7 +13,7 @@ from shardwise.errors import ConfigError, one_line
 from shardwise.hub import hub_name
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
-from shardwise.train.config.schema import UNSET, SourceConfig
+from shardwise.train.config.schema import UNSET, DataConfig
 from shardwise.train.data.corpus import BUILTIN_PREFIX, builtin_documents
 from shardwise.train.data.documents import TEXT_ERRORS, Document
 from shardwise.train.data.hub_rows import hub_rows
@@ -76,7 +76,7 @@ def each_row(
         for document in builtin_documents(source.removeprefix(BUILTIN_PREFIX)):
             yield document.key, {"text": document.segments[0].text}
     elif is_saved(source):
-        yield from _numbered(source, _saved_rows(source, split))
+        yield from _numbered(source, saved_table(source, split))
     else:
         files = find_files(source)
         with reading("data.source", source):
@@ -84,7 +84,7 @@ def each_row(
                 yield from _rows_of_file(file, file_format or format_of(file))
 
 
-def check_keys(config: SourceConfig) -> None:
+def check_keys(config: DataConfig) -> None:
     """Raise ConfigError for a key that has no effect on the kind of source that is given."""
     named, saved = hub_name(config.source) is not None, is_saved(config.source)
     for key in ("format",) if named else ("format", "subset") if saved else ("subset", "split"):
@@ -106,8 +106,7 @@ def is_saved(source: str) -> bool:
     """Return whether a source is a folder that `save_to_disk` of `datasets` wrote. Raises ConfigError if it cannot be
     read."""
     with reading("data.source", source):
-        path = Path(source)
-        return path.is_dir() and any((path / name).is_file() for name in (_TABLE, _TABLES))
+        return any((Path(source) / name).is_file() for name in (_TABLE, _TABLES))
 
 
 def counted(files: int) -> str:
@@ -151,7 +150,7 @@ def _rows_of_file(file: Path, file_format: str) -> Iterator[tuple[str, Mapping[s
     if file_format == "text":
         yield file.as_posix(), {"text": file.read_bytes().decode(errors=TEXT_ERRORS)}
     else:
-        yield from _numbered(file.as_posix(), _table_rows(file, file_format))
+        yield from _numbered(file.as_posix(), table_of(file, file_format))
 
 
 def _numbered(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -159,7 +158,7 @@ def _numbered(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[st
         yield f"{name}:{number}", row
 
 
-def _saved_rows(source: str, split: str | None) -> Any:
+def saved_table(source: str, split: str | None) -> Any:
     """Return the rows of a folder that `save_to_disk` wrote, memory-mapped. Raises ConfigError if they cannot be read,
     or there is no such split."""
     import datasets
@@ -178,11 +177,11 @@ def _saved_rows(source: str, split: str | None) -> Any:
     return found[name]
 
 
-def _table_rows(file: Path, file_format: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a file, read by `datasets`, which keeps them in memory-mapped files instead of RAM. Raises
-    ConfigError if the file is not in its format."""
+def table_of(file: Path, file_format: str) -> Any:
+    """Return the rows of a file, read by `datasets`, which keeps them in memory-mapped files instead of RAM; no rows
+    for an empty file. Raises ConfigError if the file is not in its format."""
     if not file.stat().st_size:  # `datasets` raises an unhelpful error for an empty file
-        return
+        return ()
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
@@ -190,8 +189,7 @@ def _table_rows(file: Path, file_format: str) -> Iterator[Mapping[str, Any]]:
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it also logs every error that it raises
     builder, options = _BUILDERS[file_format]
     try:
-        table = datasets.load_dataset(builder, data_files=str(file), split="train", **options)
+        return datasets.load_dataset(builder, data_files=str(file), split="train", **options)
     except (DatasetGenerationError, ValueError, OSError) as error:
         cause = " ".join(str(error.__cause__ or error).split())
         raise ConfigError(f"data.source: {file} cannot be read as {file_format}: {cause[:200]}") from None
-    yield from table

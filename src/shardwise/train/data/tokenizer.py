@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BYTES = "bytes"
-END_OF_DOCUMENT = "<|endofdocument|>"
+END_OF_DOCUMENT, PADDING, MASK = "<|endofdocument|>", "<|padding|>", "<|mask|>"
 _BYTE_VALUES = 256
 _PADDED_TO = 64
 PLAIN_TEMPLATE = (
@@ -130,6 +130,12 @@ def load_tokenizer(name: str | None) -> Tokenizer:
     """
     if name is None or name == BYTES:
         return ByteTokenizer()
+    return HuggingFaceTokenizer(pretrained_tokenizer(name), name)
+
+
+def pretrained_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a directory, or of a name of a hub that is in the cache. Raises ConfigError as
+    `load_tokenizer`."""
     path = local(name)
     with reading("data.tokenizer", name):
         if not path.is_dir():
@@ -138,11 +144,11 @@ def load_tokenizer(name: str | None) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         cause = " ".join(str(error).split())
         raise ConfigError(f"data.tokenizer={name!r}: transformers finds no tokenizer in it ({cause[:160]})") from None
-    return HuggingFaceTokenizer(tokenizer, name)
+    return tokenizer
 
 
 def sources_in_words(config: Config, reads: str, resumes: bool) -> str:
@@ -173,6 +179,14 @@ def files_of(processor: Saved) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory(prefix="shardwise-") as directory:
         processor.save(Path(directory))
         return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """Return the byte tokenizer for tasks that pad and mask: ids 257 and 258 of its vocabulary are the tokens for
+    that."""
+    tokenizer = _byte_level_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": PADDING, "mask_token": MASK})
+    return tokenizer
 
 
 def _byte_level_tokenizer() -> PreTrainedTokenizerBase:

@@ -6,6 +6,7 @@ from shardwise.errors import ConfigError
 from shardwise.policy.offload import PLACES
 from shardwise.policy.settings import SHARD
 from shardwise.train.config.schema import Config
+from shardwise.train.config.tasks import DEFAULT
 
 REMAT = {"none": "none", "full": "full", "selective-ops": "dots", "offload": "offload"}
 """The argument `remat` of `train_step`, by `train.activation_checkpointing`."""
@@ -16,6 +17,8 @@ def check_supported(config: Config) -> None:
     """Raise ConfigError for the first setting that `backend = "jax"` does not support."""
     train, parallel = config.train, config.parallel
     found = {
+        f'model.task = "{config.model.task}"': config.model.task not in {None, DEFAULT},
+        f"model.freeze = {config.model.freeze}": bool(config.model.freeze),
         f'train.optimizer = "{train.optimizer}"': train.optimizer != "adamw",
         f'train.on_nonfinite = "{train.on_nonfinite}"': train.on_nonfinite != "stop",
         "train.optimizer_in_backward": train.optimizer_in_backward,
@@ -35,6 +38,7 @@ def check_supported(config: Config) -> None:
     wrong = next((setting for setting, asked in found.items() if asked), None)
     if wrong is not None:
         raise ConfigError(
-            f'{wrong} is not supported with parallel.backend = "jax", where the optimizer is adamw, the strategies are '
-            f"{', '.join(_STRATEGIES)}, and the compiler decides what is gathered when: leave it out"
+            f'{wrong} is not supported with parallel.backend = "jax", which trains all weights of causal language '
+            f"models with the optimizer adamw and the strategies {', '.join(_STRATEGIES)}, and whose compiler decides "
+            "what is gathered when: leave it out"
         )

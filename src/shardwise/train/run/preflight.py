@@ -12,6 +12,7 @@ from shardwise.plan.hardware.devices import find_device
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import Config
+from shardwise.train.config.tasks import DEFAULT
 from shardwise.train.data.data_checks import check_data, check_model
 from shardwise.train.data.model_files import settled
 
@@ -105,6 +106,6 @@ def _with_files(config: Config) -> Config:
     if config.parallel.hardware is not None:
         find_device(config.parallel.hardware)
     config = settled(config)
-    check_data(config.data)
+    check_data(config.data, config.model.task or DEFAULT)
     check_model(config.model, config.data)
     return config

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from shardwise.train.config.schema import Config
-from shardwise.train.tasks import causal
+from shardwise.train.config.tasks import DEFAULT, TaskName
+from shardwise.train.tasks import causal, text
 from shardwise.train.tasks.task import Task
 
-_LOADERS: Mapping[str, Callable[[Config], Task]] = {"causal-lm": causal.load}
+_LOADERS: Mapping[TaskName, Callable[[Config], Task]] = {
+    "causal-lm": causal.load,
+    "sequence-classification": text.sequence_classification,
+}
 
 
 def load_task(config: Config) -> Task:
@@ -19,4 +23,4 @@ def load_task(config: Config) -> Task:
         ConfigError: the data or what turns it into arrays is missing or unusable, or there is nothing to learn.
         HubError: the source is a data set of a hub that cannot be fetched.
     """
-    return _LOADERS[config.model.task or "causal-lm"](config)
+    return _LOADERS[config.model.task or DEFAULT](config)

@@ -1,0 +1,118 @@
+"""A source as one table of `datasets`, for tasks whose rows have more fields than text. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import ConfigError, one_line
+from shardwise.hub import hub_name
+from shardwise.train.config.files import reading
+from shardwise.train.config.schema import DataConfig
+from shardwise.train.data.corpus import BUILTIN_PREFIX
+from shardwise.train.data.holdout import is_held_out
+from shardwise.train.data.hub_rows import prepare
+from shardwise.train.data.sources import find_files, format_of, is_saved, saved_table, table_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """The rows of a source."""
+
+    rows: Any
+    """A `datasets.Dataset`: memory-mapped, with its columns' types in `features`."""
+    keys: list[str]
+    """By row, a stable name. Its hash decides whether the row is held out, and errors begin with it."""
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def find(self, *names: str) -> str | None:
+        """Return the first of these columns that the table has; None if it has none of them."""
+        return next((name for name in names if name in self.rows.column_names), None)
+
+    def column(self, *names: str) -> str:
+        """Return the first of these columns that the table has. Raises ConfigError if it has none."""
+        found = self.find(*names)
+        if found is None:
+            raise ConfigError(
+                f"data.source={self.source!r}: rows need {' or '.join(names)}; these have "
+                f"{', '.join(self.rows.column_names)}"
+            )
+        return found
+
+    def texts(self, column: str) -> list[str]:
+        """Return a column of texts. Raises ConfigError, which names the first row that has something else there."""
+        values: list[Any] = self.rows[column][:]
+        for key, value in zip(self.keys, values, strict=True):
+            if not isinstance(value, str):
+                raise ConfigError(f"{key}: {column} must be text, not {str(value)[:80]!r}")
+        return values
+
+    def split(self, fraction: float) -> tuple[list[int], list[int]]:
+        """Return the rows to train on and those that are held out: as `hold_out` does for documents.
+
+        Raises ConfigError for a single row, which cannot be split.
+        """
+        if fraction and len(self) == 1:
+            raise ConfigError(
+                f"data.eval_fraction={fraction}: the source has only one example ({self.keys[0]}), which cannot be "
+                "held out; set eval_fraction=0"
+            )
+        held = is_held_out(self.keys, fraction)
+        return [row for row, out in enumerate(held) if not out], [row for row, out in enumerate(held) if out]
+
+
+def read_table(config: DataConfig, fields: str) -> Table:
+    """Return the rows of a source. Files of several formats may lie side by side, if they have the same columns.
+
+    Args:
+        config: the section `[data]`.
+        fields: what a row needs, for errors about sources that have no rows.
+
+    Raises:
+        ConfigError: the source has no rows, or files of it cannot be read or have other columns than others.
+        HubError: the source is a data set of a hub that cannot be fetched.
+    """
+    tables, keys = [], list[str]()
+    for name, table in _tables(config, fields):
+        tables.append(table)
+        keys += [f"{name}:{number}" for number in range(1, len(table) + 1)]
+    if not keys:
+        raise ConfigError(f"data.source={config.source!r} has no rows")
+    return Table(_joined(tables, config.source), keys, config.source)
+
+
+def _tables(config: DataConfig, fields: str) -> list[tuple[str, Any]]:
+    """Return the tables of a source, each with the name that its rows' keys begin with."""
+    source = config.source
+    name = hub_name(source)
+    if name is not None:
+        key = "/".join(part for part in (name.repository, config.subset, config.split or "train") if part)
+        return [(key, prepare(name, config.subset, config.split))]
+    if source.startswith(BUILTIN_PREFIX):
+        raise ConfigError(f"data.source={source!r} is plain text, but this task needs rows with {fields}")
+    if is_saved(source):
+        return [(source, saved_table(source, config.split))]
+    found = []
+    with reading("data.source", source):
+        for file in find_files(source):
+            file_format = config.format or format_of(file)
+            if file_format == "text":
+                raise ConfigError(f"data.source: {file} is plain text, but this task needs rows with {fields}")
+            found.append((file.as_posix(), table_of(file, file_format)))
+    return found
+
+
+def _joined(tables: Sequence[Any], source: str) -> Any:
+    import datasets
+
+    there = [table for table in tables if len(table)]
+    try:
+        return there[0] if len(there) == 1 else datasets.concatenate_datasets(there)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"data.source={source!r}: its files do not have the same columns: {one_line(error)[:200]}"
+        ) from None
