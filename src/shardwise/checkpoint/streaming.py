@@ -46,18 +46,37 @@ def stream_weights(
         UsageError: called inside a forward, a backward or `sw.unsharded`; `names` is neither; or transformers computes
             a tensor of its files from the model's, instead of copying it.
     """
-    if names not in NAMES:
-        raise UsageError(f"names={names!r} must be one of {', '.join(NAMES)}")
-    units = tensors_by_unit(model)
-    shapes = {own[0]: tuple(tensor.shape) for _, held in units for own, tensor in held}
-    places: dict[str, tuple[Place, ...]] = {name: (Place.whole(name, shape),) for name, shape in shapes.items()}
-    if names == "hugging_face":
-        places = places_to_write(model, shapes)
+    units, places = _planned(model, names)
     wanted = not rank0_only or engines_of(model)[0].is_rank0
     return _stored(_full_tensors(units, dtype, wanted), places)
 
 
+def described_weights(
+    model: nn.Module, dtype: torch.dtype | None = None, names: str = "hugging_face"
+) -> list[tuple[str, Tensor]]:
+    """Return what `stream_weights` yields with the same arguments, but tensors on the meta device: names, dtypes and
+    shapes. No communication. Raises as `stream_weights`."""
+    units, places = _planned(model, names)
+    blank = (
+        (own[0], torch.empty(tensor.shape, dtype=_cast_to(tensor.dtype, dtype), device="meta"))
+        for _, held in units
+        for own, tensor in held
+    )
+    return [*_stored(blank, places)]
+
+
 Units = list[tuple[Group | None, list[tuple[list[str], Tensor]]]]
+
+
+def _planned(model: nn.Module, names: str) -> tuple[Units, dict[str, tuple[Place, ...]]]:
+    """Return the tensors by unit, and the places of each in the files, by its first name."""
+    if names not in NAMES:
+        raise UsageError(f"names={names!r} must be one of {', '.join(NAMES)}")
+    units = tensors_by_unit(model)
+    shapes = {own[0]: tuple(tensor.shape) for _, held in units for own, tensor in held}
+    if names == "hugging_face":
+        return units, places_to_write(model, shapes)
+    return units, {name: (Place.whole(name, shape),) for name, shape in shapes.items()}
 
 
 @torch.no_grad()

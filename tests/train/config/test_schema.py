@@ -270,3 +270,42 @@ def test_an_adapter_needs_its_rank(path: Path) -> None:
         load(path, ["lora.r=8", "lora.base=nf3"])
     with pytest.raises(ConfigError, match=r"\[lora\] alpha is given but r is not: set r"):
         load(path, ["lora.alpha=4"])
+
+
+def test_several_sources_survive_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'model.config = {model_type = "llama"}\ntrain.steps = 1\n'
+        '[[data.sources]]\nsource = "a"\nweight = 2.0\n[[data.sources]]\nsource = "org/b"\nsplit = "test"\n'
+    )
+    config = load(path)
+    assert [(one.source, one.weight, one.split) for one in config.data.each_source] == [
+        ("a", 2.0, None),
+        ("org/b", 1.0, "test"),
+    ]
+    path.write_text(dump_toml(config))
+    assert load(path) == config
+    assert config.data.named == "a, org/b"
+    assert config.data.with_sources(["c", "d"]).named == "c, d"
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ('[{source="a", wieght=1}]', "data.sources, number 1: unknown key wieght; did you mean weight?"),
+        ('[{source="a"}, {weight=1}]', "data.sources, number 2: source is required"),
+        ('[{source="a", weight=0}]', "data.sources, number 1: weight = 0: must be greater than 0"),
+        ("[]", "data.sources = []: must have 1 items"),
+    ],
+)
+def test_mistakes_in_one_of_several_sources(sources: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('model.config = {model_type = "llama"}\ntrain.steps = 1\n')
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path / "run.toml", [f"data.sources={sources}"])
+    assert message in str(error.value)
+
+
+def test_a_source_and_sources_are_too_many(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('model.config = {model_type = "llama"}\ntrain.steps = 1\ndata.split = "x"\n')
+    with pytest.raises(ConfigError, match="split and sources are both given: give split to one of the sources"):
+        load(tmp_path / "run.toml", ['data.sources=[{source="a"}]'])

@@ -11,7 +11,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.config.schema import DataConfig
 from shardwise.train.data.batches import Batches, EvaluationBatches, Share, load_datasets
 from shardwise.train.data.micro_batch import IGNORED
-from shardwise.train.data.packing import PackedRows
+from shardwise.train.data.packing import PackedRows, joined
 
 SEQ_LEN = 4
 
@@ -103,6 +103,33 @@ def test_a_source_becomes_rows(tmp_path: Path) -> None:
     assert len(data.held_out) >= 1
     assert (data.train.ids[:, -1] == 256).all()
     assert data.train.is_target.sum() == 20 * len(data.train)
+
+
+@given(steps=st.integers(0, 10), world_size=st.sampled_from([1, 2, 3]))
+def test_a_run_on_several_sources_goes_on_at_another_world_size(steps: int, world_size: int) -> None:
+    data = joined([packed(7), packed(20)], [3, 1])
+    before = Batches(data, Share(0, 1, 1), 4, seed=5)
+    on_others = [Batches(data, Share(rank, world_size, 1), 6, 5, before.position(steps)) for rank in range(world_size)]
+    whole = [row for step in range(steps + 6) for row in before.global_rows(step)]
+    assert [row for step in (0, 1) for row in on_others[0].global_rows(step)] == whole[steps * 4 : steps * 4 + 12]
+    of_packed = [row - 7 if row >= 7 else row for row in on_others[0].global_rows(1)]
+    assert drawn(on_others, 1) == of_packed
+
+
+def test_several_sources_become_rows_drawn_by_weight(tmp_path: Path) -> None:
+    for name, letter in (("a", "x"), ("b", "y")):
+        rows = [{"text": letter * 15} for _ in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    sources = [{"source": str(tmp_path / "a.jsonl"), "weight": 3.0}, {"source": str(tmp_path / "b.jsonl")}]
+    config = DataConfig.model_validate({"sources": sources, "seq_len": 16, "eval_fraction": 0.1})
+    data = load_datasets(config)
+    assert {part.weight for part in data.train.parts} == {3.0, 1.0}
+    assert {chr(row[1]) for row in data.held_out.ids} == {"x", "y"}
+    batches = Batches(data.train, Share(0, 1, 4), 40, seed=0)
+    ids = np.concatenate([micro.inputs["input_ids"] for micro in batches.batch(0)])
+    assert abs((ids[:, 1] == ord("x")).sum() - 30) <= 2
+    other = load_datasets(config.model_copy(update={"sources": [*reversed(config.each_source)]}))
+    assert other.train.digest != data.train.digest
 
 
 def test_a_source_with_nothing_to_learn(tmp_path: Path) -> None:

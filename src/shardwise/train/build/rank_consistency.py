@@ -36,7 +36,7 @@ def check(config: Config, data: object, ranks: Ranks) -> None:
         check_equal(keys, other_keys, rank)
         if other_rows != rows:
             raise ConfigError(
-                f"rank 0 read {rows}; rank {rank} read {other_rows}: data.source={config.data.source!r} and "
+                f"rank 0 read {rows}; rank {rank} read {other_rows}: data.source={config.data.named!r} and "
                 f"data.tokenizer={config.data.tokenizer!r} must have the same contents on all ranks, and nothing may "
                 "write there while they read"
             )

@@ -16,8 +16,9 @@ from pydantic_core import ErrorDetails
 
 from shardwise.errors import ConfigError
 from shardwise.fsdp.strategy import OTHER_NAMES
+from shardwise.suggest import did_you_mean
 from shardwise.toml_text import toml_text
-from shardwise.train.config.schema import Config, Section
+from shardwise.train.config.schema import Config, Section, SourceConfig
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -53,7 +54,8 @@ def config_of(tree: Mapping[str, Any], where: object) -> Config:
 def dump_toml(config: Config) -> str:
     """Return the configuration as TOML text; loading that text gives an equal configuration. Unset keys are left
     out."""
-    return toml_text(config.model_dump(exclude_none=True))
+    replaced = {"data": {"source"}} if config.data.sources is not None else None
+    return toml_text(config.model_dump(exclude_none=True, exclude=replaced))
 
 
 @contextmanager
@@ -118,6 +120,8 @@ def _explain(error: ValidationError) -> str:
 
 
 def _explain_one(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> str:
+    if detail["loc"][:2] == ("data", "sources") and len(detail["loc"]) > 3:
+        return _of_source(int(detail["loc"][2]), str(detail["loc"][3]), detail)
     name = _field_path(detail["loc"])
     if detail["type"] == "extra_forbidden":
         return _unknown(name)
@@ -132,6 +136,18 @@ def _explain_one(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> str:
         others = (f"{theirs} ({ours})" for theirs, ours in OTHER_NAMES.items())
         reasons[f"another name for one of them: {', '.join(others)}"] = None
     return f"{label} = {detail['input']!r}: {', or '.join(reasons)}"
+
+
+def _of_source(index: int, key: str, detail: ErrorDetails) -> str:
+    """Return the message about a key of one of several sources of data."""
+    where = f"data.sources, number {index + 1}"
+    if detail["type"] == "missing":
+        return f"{where}: {key} is required"
+    if detail["type"] != "extra_forbidden":
+        return f"{where}: {key} = {detail['input']!r}: {_reason(detail)}"
+    known = SourceConfig.model_fields
+    hint = did_you_mean(key, known) or f"; it may have {', '.join(known)}"
+    return f"{where}: unknown key {key}{hint}"
 
 
 def _reason(detail: ErrorDetails) -> str:

@@ -3,6 +3,7 @@
 `config.files.load` reads one from a TOML file; `Config.for_ranks` fits it to a number of ranks.
 """
 
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -160,13 +161,9 @@ class LoraConfig(Section):
         return self
 
 
-class DataConfig(Section):
-    """`[data]`: the text, and how it becomes sequences."""
+class _Source(Section):
+    """Where rows come from."""
 
-    source: Annotated[str, Field(min_length=1)] = "builtin:python-stdlib"
-    """"builtin:python-stdlib" (the interpreter's own sources), a file, a directory, a glob, a directory that
-    `save_to_disk` of `datasets` wrote, or a data set on a hub: "org/name" or "org/name@revision". "unset": the user
-    must set it before training starts."""
     split: Annotated[str | None, Field(min_length=1), NoneWord] = None
     """The split of a hub's data set, or of a saved one; none = "train"."""
     subset: Annotated[str | None, Field(min_length=1), NoneWord] = None
@@ -174,6 +171,27 @@ class DataConfig(Section):
     format: Annotated[Literal["text", "jsonl", "parquet", "arrow", "csv", "tsv"] | None, NoneWord] = None
     """The format of the files; none = by suffix. Rows of tables have `text`, or `messages`, or `conversations`
     (ShareGPT), or `instruction` and `output` (Alpaca), or `prompt` and `completion`."""
+
+
+class SourceConfig(_Source):
+    """`[[data.sources]]`: one of several sources."""
+
+    source: Annotated[str, Field(min_length=1)]
+    """As `data.source`."""
+    weight: PositiveFloat = 1.0
+    """This source's share of the sequences that are trained on, relative to the other sources' weights. A source that
+    is drawn from more often than it has sequences is repeated, each time in another order."""
+
+
+class DataConfig(_Source):
+    """`[data]`: the text, and how it becomes sequences."""
+
+    source: Annotated[str, Field(min_length=1)] = "builtin:python-stdlib"
+    """"builtin:python-stdlib" (the interpreter's own sources), a file, a directory, a glob, a directory that
+    `save_to_disk` of `datasets` wrote, or a data set on a hub: "org/name" or "org/name@revision". "unset": the user
+    must set it before training starts."""
+    sources: Annotated[list[SourceConfig] | None, Field(min_length=1), NoneWord] = None
+    """Several sources, each a table `[[data.sources]]`; instead of `source` and the keys that belong to it."""
     tokenizer: Annotated[str | None, Field(min_length=1), NoneWord] = None
     """A directory with a tokenizer, a name on a hub, or "bytes" (256 byte values and one end-of-text token, in a
     vocabulary of 320); none = the model's own, and "bytes" for a model that starts from random weights and has none."""
@@ -186,6 +204,33 @@ class DataConfig(Section):
     """The fraction of the documents held out for evaluation; 0 = none."""
     seed: NonNegativeInt = 0
     """The seed of the order of the data."""
+
+    @model_validator(mode="after")
+    def _source_or_sources(self) -> Self:
+        if self.sources is not None:
+            given = [key for key in ("source", "split", "subset", "format") if key in self.model_fields_set]
+            if given:
+                raise ValueError(f"{given[0]} and sources are both given: give {given[0]} to one of the sources")
+        return self
+
+    @property
+    def each_source(self) -> tuple[SourceConfig, ...]:
+        """The sources: those of `sources`, or the single one."""
+        if self.sources is not None:
+            return tuple(self.sources)
+        return (SourceConfig(source=self.source, split=self.split, subset=self.subset, format=self.format),)
+
+    @property
+    def named(self) -> str:
+        """The sources in words."""
+        return ", ".join(one.source for one in self.each_source)
+
+    def with_sources(self, names: Sequence[str]) -> Self:
+        """Return this section with other names for its sources, in the order of `each_source`."""
+        if self.sources is None:
+            return self.model_copy(update={"source": names[0]})
+        pairs = zip(self.sources, names, strict=True)
+        return self.model_copy(update={"sources": [one.model_copy(update={"source": name}) for one, name in pairs]})
 
 
 class TrainConfig(Section):

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import xxhash
 
 from shardwise.errors import ConfigError
-from shardwise.train.config.schema import DataConfig
+from shardwise.train.config.schema import DataConfig, SourceConfig
 from shardwise.train.data.encoding import encode_document, is_in_plain_template
 from shardwise.train.data.holdout import hold_out
 from shardwise.train.data.micro_batch import Draw, MicroBatch, Rows
-from shardwise.train.data.order import Order, Position
-from shardwise.train.data.packing import PackedRows, pack
+from shardwise.train.data.order import Mixture, Order, Position
+from shardwise.train.data.packing import PackedRows, joined, pack
 from shardwise.train.data.sources import read_documents
 from shardwise.train.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -47,9 +47,17 @@ def load_datasets(config: DataConfig) -> Datasets:
         HubError: the source is a data set of a hub that cannot be fetched.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    documents = read_documents(config.source, config.format, config.subset, config.split)
-    tokenizer.renders_plainly = any(is_in_plain_template(document, tokenizer) for document in documents)
-    split = hold_out(documents, config.eval_fraction)
+    sources = config.each_source
+    parts = [_packed(source, config, tokenizer) for source in sources]
+    weights = [source.weight for source in sources]
+    train, held_out = (joined(rows, weights) for rows in zip(*parts, strict=True))
+    return Datasets(train, held_out, tokenizer)
+
+
+def _packed(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer) -> tuple[PackedRows, PackedRows]:
+    """Return the rows of one source: to train on, and held out. Raises as `load_datasets`."""
+    documents = read_documents(source.source, source.format, source.subset, source.split)
+    tokenizer.renders_plainly |= any(is_in_plain_template(document, tokenizer) for document in documents)
     train, held_out = (
         pack(
             (encode_document(document, tokenizer) for document in part),
@@ -57,11 +65,11 @@ def load_datasets(config: DataConfig) -> Datasets:
             tokenizer.end_id,
             config.document_mask,
         )
-        for part in split
+        for part in hold_out(documents, config.eval_fraction)
     )
     if not len(train):
-        raise ConfigError(f"data.source={config.source!r} has no token to learn in rows of seq_len={config.seq_len}")
-    return Datasets(train, held_out, tokenizer)
+        raise ConfigError(f"data.source={source.source!r} has no token to learn in rows of seq_len={config.seq_len}")
+    return train, held_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +105,12 @@ class Batches:
         self._rows = rows
         self._share = share
         self._global_batch = global_batch
-        self._order = Order(len(rows), seed, rows.digest)
+        parts = rows.parts if isinstance(rows, PackedRows) else ()
+        self._order = (
+            Mixture([part.rows for part in parts], [part.weight for part in parts], seed, rows.digest)
+            if parts
+            else Order(len(rows), seed, rows.digest)
+        )
         self._first_sample = 0 if start is None else self._order.sample(start)
 
     def position(self, step: int) -> Position:

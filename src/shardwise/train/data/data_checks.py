@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError
 from shardwise.hub import TOKENIZER_FILES, has_tokenizer, hub_name, local
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
-from shardwise.train.config.schema import DataConfig, ModelConfig
+from shardwise.train.config.schema import DataConfig, ModelConfig, SourceConfig
 from shardwise.train.config.tasks import DEFAULT, TaskName
 from shardwise.train.data.corpus import BUILTIN_CORPORA, BUILTIN_PREFIX
 from shardwise.train.data.documents import Document
@@ -32,6 +32,11 @@ def check_data(config: DataConfig, task: TaskName = DEFAULT) -> None:
     """Raise ConfigError for a source that is missing, empty, in another format, without a text column, shorter than one
     sequence, or that cannot be split for evaluation; and for a tokenizer directory without a tokenizer."""
     _check_tokenizer(config.tokenizer)
+    for source in config.each_source:
+        _check_source(source, config, task)
+
+
+def _check_source(config: SourceConfig, data: DataConfig, task: TaskName) -> None:
     check_keys(config)
     if config.source.startswith(BUILTIN_PREFIX):
         name = config.source.removeprefix(BUILTIN_PREFIX)
@@ -54,8 +59,8 @@ def check_data(config: DataConfig, task: TaskName = DEFAULT) -> None:
     if task != DEFAULT:
         return  # what its rows need depends on the model; the ranks check it
     documents = read_documents(config.source, config.format)
-    hold_out(documents, config.eval_fraction)
-    _check_length(documents, config)
+    hold_out(documents, data.eval_fraction)
+    _check_length(documents, config, data.seq_len)
 
 
 def check_model(model: ModelConfig, data: DataConfig) -> None:
@@ -114,16 +119,16 @@ def _check_first_row(file: Path, file_format: str) -> None:
         document_of_row(f"{file.as_posix()}:1", row)
 
 
-def _check_length(documents: list[Document], config: DataConfig) -> None:
+def _check_length(documents: list[Document], config: SourceConfig, seq_len: int) -> None:
     """Raise ConfigError for plain text that cannot fill one sequence: a text never has more tokens than bytes."""
     if any(document.whole for document in documents):
         return
     most_tokens = sum(
         len(segment.text.encode(errors="surrogateescape")) + 1 for one in documents for segment in one.segments
     )
-    if most_tokens < config.seq_len:
+    if most_tokens < seq_len:
         raise ConfigError(
-            f"data.seq_len={config.seq_len} is longer than all of data.source={config.source!r}, which has "
+            f"data.seq_len={seq_len} is longer than all of data.source={config.source!r}, which has "
             f"{most_tokens} bytes of text: lower seq_len, or give more text"
         )
 

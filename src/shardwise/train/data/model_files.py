@@ -47,32 +47,45 @@ def settled(config: Config) -> Config:
         tokenizer = _own_tokenizer(model)
     elif tokenizer != BYTES:
         tokenizer = _found("data.tokenizer", tokenizer)
-    rows = hub.hub_name(data.source)
-    source = data.source
-    if rows is not None and not rows.is_pinned:
-        source = str(hub.listing(rows, f"data.source={source!r}", "dataset").name)
-    data = data.model_copy(update={"tokenizer": tokenizer, "source": source})
+    sources = [_pinned_rows(one.source) for one in data.each_source]
+    data = data.with_sources(sources).model_copy(update={"tokenizer": tokenizer})
     return config.model_copy(update={"model": model, "data": data})
 
 
-_NAMES = ("model.path", "model.weights", "model.task", "data.tokenizer", "data.source")
-"""The keys that `settled` may change."""
+def _pinned_rows(source: str) -> str:
+    """Return a value of `data.source`; a hub's data set with its commit."""
+    rows = hub.hub_name(source)
+    if rows is None or rows.is_pinned:
+        return source
+    return str(hub.listing(rows, f"data.source={source!r}", "dataset").name)
+
+
+_NAMES = ("model.path", "model.weights", "model.task", "data.tokenizer")
+"""The keys that `settled` may change, besides `_SOURCES`."""
+_SOURCES = "data.source"
 
 
 def names_of(config: Config) -> dict[str, str | None]:
-    """Return the names that a configuration gives of models, tokenizers and data, by key."""
+    """Return the names that a configuration gives of models, tokenizers and data, by key; of several sources of data,
+    with the source's number after the key."""
     sections = {"model": config.model, "data": config.data}
-    return {key: getattr(sections[key.partition(".")[0]], key.partition(".")[2]) for key in _NAMES}
+    names = {key: getattr(sections[key.partition(".")[0]], key.partition(".")[2]) for key in _NAMES}
+    sources = [one.source for one in config.data.each_source]
+    return {**names, **{f"{_SOURCES} {number}": source for number, source in enumerate(sources, 1)}}
 
 
 def with_names(config: Config, names: Mapping[str, str | None]) -> Config:
     """Return the configuration with other names, as from `names_of`."""
     model, data = (
-        {key.partition(".")[2]: name for key, name in names.items() if key.startswith(section)}
+        {key.partition(".")[2]: names[key] for key in _NAMES if key.startswith(section)}
         for section in ("model.", "data.")
     )
+    sources = [name for key, name in names.items() if key.startswith(_SOURCES) and name is not None]
     return config.model_copy(
-        update={"model": config.model.model_copy(update=model), "data": config.data.model_copy(update=data)}
+        update={
+            "model": config.model.model_copy(update=model),
+            "data": config.data.with_sources(sources).model_copy(update=data),
+        }
     )
 
 
@@ -95,9 +108,10 @@ def fetch(config: Config, weights: bool, say: Callable[[str], None]) -> None:
     if model.pretrained is not None:
         key = "model.path" if model.pretrained == model.directory else "model.weights"
         hub.fetch(model.pretrained, f"{key}={model.pretrained!r}", weights=weights, say=say)
-    rows = hub.hub_name(data.source)
-    if rows is not None:
-        prepare(rows, data.subset, data.split, say)
+    for one in data.each_source:
+        rows = hub.hub_name(one.source)
+        if rows is not None:
+            prepare(rows, one.subset, one.split, say)
 
 
 def has_weights(name: str) -> bool:

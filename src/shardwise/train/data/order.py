@@ -6,6 +6,7 @@ samples can continue with sample n at another world size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -59,15 +60,85 @@ class Order:
         Raises:
             ConfigError: the position belongs to another seed or to other data; the message names both sides.
         """
-        if position.seed != self.seed:
-            raise ConfigError(f"data.seed was {position.seed} and is now {self.seed}")
-        saved = (position.rows or self.rows, position.digest or self.digest)
-        if saved != (self.rows, self.digest) or position.sample >= self.rows:
-            said = f"{position.rows:,} rows (digest {position.digest})" if position.rows else "more rows"
-            raise ConfigError(
-                f"the checkpoint's data had {said}, the data now has {self.rows:,} rows (digest {self.digest})"
-            )
+        _check(position, self.seed, self.rows, self.digest)
+        if position.sample >= self.rows:
+            raise ConfigError(_other_data(position, self.rows, self.digest))
         return position.epoch * self.rows + position.sample
+
+
+PERIOD = 2**16
+"""Samples after which a mixture draws from its parts in the same order again."""
+
+
+class Mixture:
+    """An endless sequence of rows from several parts, each drawn with its weight and in its own `Order`.
+
+    After any number of samples each part has been drawn from as often as its weight says, to within a few rows (and the
+    rounding of weights to 1/65,536). Parts with fewer rows than are drawn begin a new epoch.
+    """
+
+    def __init__(self, parts: Sequence[int], weights: Sequence[float], seed: int, digest: str | None = None) -> None:
+        """
+        Args:
+            parts: rows of each part, at least one; row numbers go on from part to part.
+            weights: relative, above 0.
+            seed: as in `Order`.
+            digest: as in `Order`.
+        """
+        self.rows = sum(parts)
+        self.seed, self.digest = seed, digest
+        self._orders = [Order(rows, seed) for rows in parts]
+        self._first_rows: list[int] = np.cumsum([0, *parts[:-1]]).tolist()
+        self._pattern, self._counts = _pattern(tuple(weights), seed)
+        drawn = self._pattern[:, None] == np.arange(len(parts))
+        self._before = (np.cumsum(drawn, axis=0) - drawn)[np.arange(PERIOD), self._pattern]
+        """[PERIOD] how often a place's part was drawn from before it, in the same period."""
+
+    def row(self, sample: int) -> int:
+        """Return the row of sample number `sample`, as `Order.row`."""
+        period, place = divmod(sample, PERIOD)
+        part = int(self._pattern[place])
+        drawn = period * int(self._counts[part]) + int(self._before[place])
+        return self._first_rows[part] + self._orders[part].row(drawn)
+
+    def position(self, sample: int) -> Position:
+        """Return the position before sample number `sample` is drawn. There are no epochs: all samples are counted."""
+        return Position(self.seed, 0, sample, self.rows, self.digest)
+
+    def sample(self, position: Position) -> int:
+        """Return the number of the sample at a position. Raises as `Order.sample`."""
+        _check(position, self.seed, self.rows, self.digest)
+        return position.sample
+
+
+def _check(position: Position, seed: int, rows: int, digest: str | None) -> None:
+    if position.seed != seed:
+        raise ConfigError(f"data.seed was {position.seed} and is now {seed}")
+    if (position.rows or rows, position.digest or digest) != (rows, digest):
+        raise ConfigError(_other_data(position, rows, digest))
+
+
+def _other_data(position: Position, rows: int, digest: str | None) -> str:
+    said = f"{position.rows:,} rows (digest {position.digest})" if position.rows else "more rows"
+    return f"the checkpoint's data had {said}, the data now has {rows:,} rows (digest {digest})"
+
+
+def _pattern(weights: tuple[float, ...], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the part of each sample of a period, [PERIOD], and each part's number of samples in it.
+
+    Each part's samples are spread evenly: its n-th stands somewhere in the n-th of as many equal stretches as it has
+    samples, by the seed.
+    """
+    shares = np.array(weights) / sum(weights) * PERIOD
+    counts = np.maximum(np.floor(shares).astype(np.int64), 1)
+    while counts.sum() != PERIOD:  # at most as many rounds as there are parts
+        step = int(np.sign(PERIOD - counts.sum()))
+        counts[np.argmax(step * (shares - counts))] += step
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, len(counts)])))
+    part = np.repeat(np.arange(len(counts)), counts)
+    number = np.concatenate([np.arange(count) for count in counts])
+    place = (number + generator.random(PERIOD)) / counts[part]
+    return part[np.argsort(place, kind="stable")], counts
 
 
 @lru_cache(maxsize=4)

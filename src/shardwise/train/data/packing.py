@@ -14,8 +14,9 @@ row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -24,6 +25,13 @@ from numpy.typing import NDArray
 from shardwise.errors import ConfigError
 from shardwise.train.data.encoding import EncodedDocument
 from shardwise.train.data.micro_batch import IGNORED, Draw, MicroBatch
+
+
+class Part(NamedTuple):
+    """Rows of one source among several."""
+
+    rows: int
+    weight: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +46,8 @@ class PackedRows:
     """Number of instruction examples that were longer than a row and lost their end."""
     begins: NDArray[np.bool_] | None = None
     """[rows, seq_len] whether a token is the first of its document in its row; None if documents are not kept apart."""
+    parts: tuple[Part, ...] = ()
+    """The sources that the rows are from, in order; empty where all rows are drawn alike."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -50,7 +60,8 @@ class PackedRows:
     @property
     def digest(self) -> str:
         """A short text that identifies the rows: a hash over all of them, computed at each call."""
-        state = xxhash.xxh3_64(str(self.ids.shape).encode())
+        parts = "".join(f" {rows}x{weight!r}" for rows, weight in self.parts)
+        state = xxhash.xxh3_64(f"{self.ids.shape}{parts}".encode())
         for array in (self.ids, self.is_target):
             state.update(np.ascontiguousarray(array).data)
         return state.hexdigest()
@@ -66,6 +77,25 @@ class PackedRows:
             places = np.arange(self.ids.shape[1])
             inputs["position_ids"] = places - np.maximum.accumulate(np.where(self.begins[index], places, 0), axis=1)
         return MicroBatch.of_next_tokens(inputs, labels)
+
+
+def joined(parts: Sequence[PackedRows], weights: Sequence[float]) -> PackedRows:
+    """Return the rows of several sources, at least one, one after another; with one source as they are.
+
+    Args:
+        parts: of rows of the same length, all with `begins` or all without.
+        weights: how often each source is drawn from, relative to the others.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    begins = [part.begins for part in parts if part.begins is not None]
+    return PackedRows(
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([part.is_target for part in parts]),
+        sum(part.truncated for part in parts),
+        np.concatenate(begins) if begins else None,
+        tuple(Part(len(part), weight) for part, weight in zip(parts, weights, strict=True)),
+    )
 
 
 class _Packer:

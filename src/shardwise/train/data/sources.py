@@ -13,7 +13,7 @@ from shardwise.errors import ConfigError, one_line
 from shardwise.hub import hub_name
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
-from shardwise.train.config.schema import UNSET, DataConfig
+from shardwise.train.config.schema import UNSET, SourceConfig
 from shardwise.train.data.corpus import BUILTIN_PREFIX, builtin_documents
 from shardwise.train.data.documents import TEXT_ERRORS, Document
 from shardwise.train.data.hub_rows import hub_rows
@@ -84,7 +84,7 @@ def each_row(
                 yield from _rows_of_file(file, file_format or format_of(file))
 
 
-def check_keys(config: DataConfig) -> None:
+def check_keys(config: SourceConfig) -> None:
     """Raise ConfigError for a key that has no effect on the kind of source that is given."""
     named, saved = hub_name(config.source) is not None, is_saved(config.source)
     for key in ("format",) if named else ("format", "subset") if saved else ("subset", "split"):
@@ -106,7 +106,8 @@ def is_saved(source: str) -> bool:
     """Return whether a source is a folder that `save_to_disk` of `datasets` wrote. Raises ConfigError if it cannot be
     read."""
     with reading("data.source", source):
-        return any((Path(source) / name).is_file() for name in (_TABLE, _TABLES))
+        path = Path(source)
+        return path.is_dir() and any((path / name).is_file() for name in (_TABLE, _TABLES))
 
 
 def counted(files: int) -> str:

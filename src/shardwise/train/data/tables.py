@@ -76,6 +76,8 @@ def read_table(config: DataConfig, fields: str) -> Table:
         ConfigError: the source has no rows, or files of it cannot be read or have other columns than others.
         HubError: the source is a data set of a hub that cannot be fetched.
     """
+    if config.sources is not None:
+        raise ConfigError("data.sources: several sources are mixed for causal language models only; give data.source")
     tables, keys = [], list[str]()
     for name, table in _tables(config, fields):
         tables.append(table)

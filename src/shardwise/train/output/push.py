@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -112,12 +112,13 @@ def card(directory: Path, name: str) -> str:
     config = {} if run is None else tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
     adapter = _is_adapter(directory)
     base = _base(directory, config, adapter)
-    source = config.get("data", {}).get("source")
-    sections = [_head(base, source, adapter, (directory / "config.json").exists()), f"# {name}", ""]
+    data = config.get("data", {})
+    sources = [one["source"] for one in data.get("sources", [data]) if "source" in one]
+    sections = [_head(base, sources, adapter, (directory / "config.json").exists()), f"# {name}", ""]
     what = "A LoRA adapter" if adapter else "A model"
     sections.append(f"{what} trained with shardwise {version('shardwise')}, from {base or 'random weights'}.")
-    if source:
-        sections.append(f"Data: `{source}`.")
+    if sources:
+        sections.append(f"Data: {', '.join(f'`{source}`' for source in sources)}.")
     sections += [*_settings(config), *([] if run is None else _losses(run)), *_loading(directory, name, adapter)]
     return "\n".join(sections) + "\n"
 
@@ -132,16 +133,16 @@ def _base(directory: Path, config: Mapping[str, Any], adapter: bool) -> str | No
     return None if weights == "random" else model.get("path") if weights == "path" else str(weights)
 
 
-def _head(base: str | None, source: str | None, adapter: bool, is_transformers: bool) -> str:
+def _head(base: str | None, sources: Sequence[str], adapter: bool, is_transformers: bool) -> str:
     """Return the metadata that the hub reads."""
     found: dict[str, str] = {}
     model = None if base is None else hub.hub_name(base)
-    rows = None if source is None else hub.hub_name(source)
+    named = [name for source in sources if (name := hub.hub_name(source)) is not None]
     if model is not None:
         found["base_model"] = model.repository
         found["base_model_relation"] = "adapter" if adapter else "finetune"
-    if rows is not None:
-        found["datasets"] = f"[{rows.repository}]"
+    if named:
+        found["datasets"] = f"[{', '.join(name.repository for name in named)}]"
     if adapter or is_transformers:
         found["library_name"] = "peft" if adapter else "transformers"
         found["pipeline_tag"] = "text-generation"

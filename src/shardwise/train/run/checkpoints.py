@@ -58,7 +58,7 @@ class Resumed:
         except ConfigError as error:
             raise ConfigError(
                 f"{self.path} was saved with other data or another data.seed: {error} "
-                f"(data.source={data.source!r}, data.seq_len={data.seq_len}): set them back, or set log.name to "
+                f"(data.source={data.named!r}, data.seq_len={data.seq_len}): set them back, or set log.name to "
                 "train anew"
             ) from None
 

@@ -38,9 +38,12 @@ def load(config: Config) -> Task:
 def _says(config: DataConfig, data: Datasets) -> Iterator[str]:
     train = data.train
     yield (
-        f"{shown(config.source)}: {len(train):,} rows of {config.seq_len} tokens to train on, "
+        f"{shown(config.named)}: {len(train):,} rows of {config.seq_len} tokens to train on, "
         f"{len(data.held_out):,} held out"
     )
+    whole = sum(part.weight for part in train.parts)
+    for source, part in zip(config.each_source, train.parts, strict=False):
+        yield f"  {shown(source.source)}: {part.rows:,} rows, {part.weight / whole:.1%} of those that are drawn"
     share = train.target_tokens / (len(train) * (config.seq_len - 1))
     if share < _FEW_TARGETS:
         yield f"{share:.0%} of their tokens are learnt, the rest is padding or prompts; all of them take time"
