@@ -148,7 +148,7 @@ def words(value: Any) -> str:
 
 def values_in(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings of a run that a configuration gives, by name, as a `Job` takes them: those with a key of
-    their own, without those that it leaves to a plan.
+    their own, without those that it leaves to a plan, and without an optimizer that is the user's own function.
 
     Args:
         tree: the configuration's sections with their keys, some of which may be missing.
@@ -157,7 +157,7 @@ def values_in(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {
         name: frozenset(value) if isinstance(value, list) else value
         for name, value in found.items()
-        if value is not None and value != AUTO
+        if value is not None and value != AUTO and not (name == "optimizer" and ":" in value)
     }
 
 

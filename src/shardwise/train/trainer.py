@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise import device_tools
 from shardwise.checkpoint.pretrained import blank_for
-from shardwise.errors import ConfigError, UserError
+from shardwise.errors import ConfigError, NotOnPiecesError, UserError
 from shardwise.hub import local, shown
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.model_tools.memory import replicated
@@ -31,7 +31,7 @@ from shardwise.policy.kinds import KINDS, STATE_KINDS
 from shardwise.train.build import auto, compute_dtype, rank_consistency
 from shardwise.train.build.lora import base_digest, start_heads
 from shardwise.train.build.models import build_model
-from shardwise.train.build.optimizer import align_of, build_optimizer, set_lr
+from shardwise.train.build.optimizer import align_of, build_optimizer, is_own, needs_whole_parameters, set_lr
 from shardwise.train.build.sharding import compile_blocks, needs_loss_scaling, shard_model
 from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import Config
@@ -477,6 +477,14 @@ class Trainer:
 
     def _update(self, skips: Tensor) -> None:
         """Take the optimizer's step unless `skips` (0-d fp32) is 1. Every rank must call this."""
+        try:
+            self._step_optimizer(skips)
+        except NotOnPiecesError as error:
+            if not is_own(self.config.train):
+                raise
+            raise ConfigError(needs_whole_parameters(self.config.train, error)) from error
+
+    def _step_optimizer(self, skips: Tensor) -> None:
         optimizer = self.optimizer
         if self.scaler.is_enabled():
             self.scaler.note_found(optimizer, skips)

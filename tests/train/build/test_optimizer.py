@@ -1,3 +1,5 @@
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +9,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardwise as sw
-from shardwise.train.build.optimizer import align_of, build_optimizer, options_of, set_lr, set_options
+from shardwise.errors import ConfigError, NotOnPiecesError
+from shardwise.train.build.optimizer import (
+    align_of,
+    build_optimizer,
+    needs_whole_parameters,
+    options_of,
+    set_lr,
+    set_options,
+)
 from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import TrainConfig
 
@@ -98,3 +108,120 @@ def test_by_hand() -> None:
     assert [linear(step) for step in range(7)] == pytest.approx([0.5, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5])
     cosine = LearningRateSchedule(lr=1.0, steps=5, min_lr_ratio=0.0)
     assert cosine(2) == pytest.approx(0.5)
+
+
+OWN = """
+import torch
+
+import shardwise as sw
+
+
+def sgd(groups, config):
+    groups[0]["lr"] = 10 * config.lr
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+
+
+def whole(groups, config):
+    return sw.optim.whole_matrix(Orthogonal, groups, lr=config.lr, adamw={"lr": config.lr})
+
+
+def pieces(groups, config):
+    return Orthogonal(groups, config.lr)
+
+
+def only_matrices(groups, config):
+    return torch.optim.SGD(groups[:1], lr=config.lr)
+
+
+def others(groups, config):
+    return torch.optim.SGD([*groups, {"params": [torch.zeros(1, requires_grad=True)]}], lr=config.lr)
+
+
+def refused(groups, config):
+    return torch.optim.SGD(groups, lr=-1.0)
+
+
+def nothing(groups, config):
+    return None
+
+
+def too_few(groups):
+    return None
+
+
+number = 3
+
+
+class Orthogonal(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.ndim == 2 and p.grad is not None:
+                    u, _, v = torch.linalg.svd(p.grad, full_matrices=False)
+                    p.sub_(group["lr"] * (u @ v))
+"""
+
+
+@pytest.fixture
+def _own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_optimizers.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_optimizers", raising=False)
+
+
+def own(name: str) -> TrainConfig:
+    return TrainConfig(steps=1, optimizer=f"own_optimizers:{name}", lr=0.5, momentum=0.25, weight_decay=0.3)
+
+
+def model_of_two_layers() -> nn.Module:
+    return sw.shard(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)))
+
+
+@pytest.mark.usefixtures("_own")
+def test_an_optimizer_of_the_users_own_gets_groups_and_keeps_their_proportions() -> None:
+    optimizer = build_optimizer(model_of_two_layers(), own("sgd"))
+    assert type(optimizer) is torch.optim.SGD
+    assert [(len(g["params"]), g["weight_decay"], g["momentum"]) for g in optimizer.param_groups] == [
+        (2, 0.3, 0.25), (2, 0.0, 0.25),
+    ]  # fmt: skip
+    set_lr(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [2.5, 0.25]
+    assert align_of(own("sgd")) is None
+
+
+@pytest.mark.usefixtures("_own")
+def test_one_that_needs_whole_matrices_is_told_how() -> None:
+    model = model_of_two_layers()
+    optimizer = build_optimizer(model, own("pieces"))
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(NotOnPiecesError) as caught:
+        optimizer.step()
+    said = needs_whole_parameters(own("pieces"), caught.value)
+    assert "aten._linalg_svd of the sharded parameter '0.weight' is not possible): return sw.optim.whole_matrix" in said
+    whole = build_optimizer(model, own("whole"))
+    model(torch.ones(2, 4)).sum().backward()
+    whole.step()
+
+
+@pytest.mark.usefixtures("_own")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("only_matrices", "leaves out 2 of the trainable parameters, such as 0.bias"),
+        ("others", "updates tensors that are not the model's trainable parameters"),
+        ("refused", "Invalid learning rate"),
+        ("nothing", "returned a NoneType, not a torch.optim.Optimizer"),
+        ("too_few", "called with the parameter groups and [train]: too_few() takes 1 positional argument"),
+        ("number", "is of type int, not a function: name a function that builds the optimizer"),
+        ("sdg", "own_optimizers has no sdg; did you mean sgd?"),
+    ],
+)
+def test_functions_that_make_no_optimizer(name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_optimizer(model_of_two_layers(), own(name))
+    assert str(caught.value).startswith(f"train.optimizer='own_optimizers:{name}'")
+    assert message in str(caught.value)

@@ -14,15 +14,14 @@ from shardwise.errors import UserError, one_line
 from shardwise.suggest import did_you_mean
 
 
-def load_factory(name: str, where: str, error: type[UserError]) -> Callable[[], nn.Module]:
-    """Import `module:function`, also from the working directory, and return a function that calls it. Exceptions of the
-    user's function reach the caller.
+def load_function(name: str, where: str, error: type[UserError], built: str) -> Callable[..., Any]:
+    """Import the function that `module:function` names, also from the working directory.
 
     Args:
         name: "module:function".
         where: the beginning of messages: where the user wrote the name, and the name.
-        error: raised if `name` is no function that can be called without arguments. The returned function raises it if
-            the user's function does not return a module.
+        error: raised if `name` is no function.
+        built: what the function builds, for messages.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
@@ -36,11 +35,22 @@ def load_factory(name: str, where: str, error: type[UserError]) -> Callable[[], 
         raise error(f"{where}: {module_name} cannot be imported: {why}") from cause
     if not hasattr(module, function_name):
         raise error(f"{where}: {module_name} has no {function_name}{did_you_mean(function_name, vars(module))}")
-    function = getattr(module, function_name)
+    function: Any = getattr(module, function_name)
     if isinstance(function, nn.Module) or not callable(function):
         raise error(
-            f"{where} is of type {type(function).__name__}, not a function: name a function that builds the model"
+            f"{where} is of type {type(function).__name__}, not a function: name a function that builds {built}"
         )
+    return function  # type: ignore[no-any-return]
+
+
+def load_factory(name: str, where: str, error: type[UserError]) -> Callable[[], nn.Module]:
+    """Import a function that builds a model, as `load_function`, and return a function that calls it. Exceptions of the
+    user's function reach the caller.
+
+    Raises `error` also if the function cannot be called without arguments. The returned function raises it if the
+    user's function does not return a module.
+    """
+    function = load_function(name, where, error, "the model")
     needed = _needed(function)
     if needed:
         raise error(

@@ -172,6 +172,7 @@ def _field_path(location: Sequence[str | int]) -> list[str]:
 
 _PATTERNS_IN_WORDS = {
     "activation_checkpointing": "must be 'none', 'full', 'selective-ops', 'every-N' (N is 1 or more) or 'offload'",
+    "optimizer": "must be 'adamw', 'adamw-bf16', 'adamw-8bit', 'muon' or module:function",
     "name": "must be the name of a directory, without / and \\",
     "push_to": "must be the name of a repository of a hub, such as 'org/name'",
 }

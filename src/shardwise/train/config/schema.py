@@ -242,11 +242,14 @@ class TrainConfig(Section):
     """Sequences per rank and forward."""
     global_batch: Annotated[PositiveInt | None, NoneWord] = None
     """Sequences per step over all ranks; none = micro_batch x ranks. The number of micro-batches follows."""
-    optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit", "muon"] = "adamw"
+    optimizer: Annotated[str, Field(pattern=r"^(adamw|adamw-bf16|adamw-8bit|muon|[\w.]+:\w+)$")] = "adamw"
     """The optimizer. "adamw": torch's. "adamw-bf16": state in bf16 with stochastic rounding, four bytes per parameter
     instead of eight; where `model.dtype` is "bf16", parameters are rounded stochastically too. "adamw-8bit": two bytes
     per parameter, in blocks of 8-bit codes. "muon": Muon for hidden matrices, its updates scaled to the size of
-    AdamW's, so that `lr` and `weight_decay` mean the same; AdamW for embeddings, heads and vectors."""
+    AdamW's, so that `lr` and `weight_decay` mean the same; AdamW for embeddings, heads and vectors. "module:function":
+    your own, called with the parameter groups (matrices with `weight_decay`, vectors without) and this section; returns
+    a torch optimizer. Its groups' learning rates follow the schedule, each in proportion to `lr`. Plans assume AdamW's
+    state."""
     lr: PositiveFloat = 3e-4
     """The learning rate at its highest."""
     betas: Annotated[
@@ -309,7 +312,11 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _has_momentum_where_it_counts(self) -> Self:
-        if self.optimizer != "muon" and self.momentum != type(self).model_fields["momentum"].default:
+        if (
+            self.optimizer != "muon"
+            and ":" not in self.optimizer
+            and self.momentum != type(self).model_fields["momentum"].default
+        ):
             raise ValueError(
                 f'momentum = {self.momentum:g} has no effect with optimizer = "{self.optimizer}", which has '
                 'betas: leave it out, or set optimizer = "muon"'
