@@ -28,7 +28,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_configuration_that_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["convert", "ds_config.json", "out.toml"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("out.toml: a shardwise configuration, from DeepSpeed's ds_config.json\n")
+    assert out.startswith("out.toml: a shardwise configuration, from DeepSpeed: ds_config.json\n")
     assert "To set: model.path, data.source.\n" in out
     config = load("out.toml")
     assert (config.train.lr, config.train.steps, config.train.global_batch, config.log.every) == (3e-5, 5000, 64, 100)
@@ -163,3 +163,13 @@ def test_a_configuration_to_train_with_is_planned(capsys: pytest.CaptureFixture[
     Path("run.toml").write_text(RUN.replace("[parallel]", '[parallel]\nbackend = "jax"'))
     with pytest.raises(ConfigError, match="is planned only with shardwise plan --backend jax"):
         with_settings(Options(foreign=Path("run.toml")))
+
+
+def test_transformers_distributed_config_is_converted_and_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("distributed.json").write_text(json.dumps({"fsdp_size": 4, "dp_replicate_size": 2, "tp_size": 1}))
+    assert run(["convert", "distributed.json", "out.toml"]) == 0
+    assert "out.toml: a shardwise configuration, from transformers: distributed.json" in capsys.readouterr().out
+    parallel = load("out.toml").parallel
+    assert (parallel.strategy, parallel.shard_group, parallel.ranks) == ("hybrid_shard", 4, 8)
+    found = with_settings(Options(foreign=Path("distributed.json")))
+    assert (found.strategy, found.shard_group, found.gpus) == ("hybrid_shard", "4", 8)

@@ -282,6 +282,45 @@ def test_transformers_fsdp_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("sizes", "strategy", "group", "ranks"),
+    [
+        ({"fsdp_size": 8}, "full_shard", None, 8),
+        ({"fsdp_size": 8, "dp_replicate_size": 2}, "hybrid_shard", 8, 16),
+        ({"fsdp_size": 1, "dp_replicate_size": 4}, "no_shard", None, 4),
+    ],
+)
+def test_transformers_distributed_config(
+    sizes: dict[str, int], strategy: str, group: int | None, ranks: int, tmp_path: Path
+) -> None:
+    """With every field, as `DistributedConfig.to_json_file` writes them."""
+    fields = {
+        **dict.fromkeys(("tp_plan", "fsdp_plan", "ep_plan")),
+        **dict.fromkeys(("tp_size", "pp_size", "ep_size", "dp_replicate_size"), 1),
+        **dict.fromkeys(("enable_sequence_parallel", "enable_expert_parallel", "fsdp_cpu_offload"), False),
+        "fsdp_mixed_precision": True,
+        "ep_implementation": "auto",
+    }
+    (tmp_path / "distributed.json").write_text(json.dumps({**fields, **sizes}))
+    found = read(tmp_path / "distributed.json")
+    assert (found.library, found.ranks, found.without_equal, found.changes) == ("transformers", ranks, [], [])
+    assert (found.get("parallel.strategy"), found.get("parallel.shard_group")) == (strategy, group)
+    assert (found.get("parallel.param_dtype"), found.get("parallel.reduce_dtype")) == ("bf16", "fp32")
+
+
+def test_transformers_distributed_config_with_what_is_different(tmp_path: Path) -> None:
+    fields = {"fsdp_size": 4, "tp_size": 2, "ep_size": 8, "fsdp_plan": {"lm_head": "x"}, "fsdp_cpu_offload": True}
+    (tmp_path / "distributed.json").write_text(json.dumps(fields))
+    found = read(tmp_path / "distributed.json")
+    assert found.ranks == 8
+    assert found.without_equal == ["tp_size = 2 (tensor parallelism)", "ep_size = 8 (expert parallelism)"]
+    assert found.tree["offload"] == {"params": "cpu", "optimizer": "cpu", "gradients": "cpu"}
+    assert any("not those of fsdp_plan" in change for change in found.changes)
+    (tmp_path / "distributed.json").write_text('{"fsdp_size": 0}')
+    with pytest.raises(ConfigError, match="fsdp_size = 0: must be a number of at least 1"):
+        read(tmp_path / "distributed.json")
+
+
+@pytest.mark.parametrize(
     ("name", "text", "words"),
     [
         ("a.json", "{", "is not JSON"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import transformers
@@ -13,8 +14,9 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import shardwise as sw
+from shardwise.engine.lookup import engine_of
 from shardwise.integrations.hf import ShardwiseTrainerMixin
-from tests.engine.rig import on_ranks
+from tests.engine.rig import count, on_ranks, recording
 from tests.integrations.models import VOCABULARY, Tokens, fresh, llama
 
 
@@ -90,3 +92,24 @@ def test_preferences(tmp_path: Path) -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-4)
     assert found[1][-1] < found[1][0]
     assert isinstance(next(trainer.ref_model.parameters()), sw.ShardedParameter)
+
+
+@pytest.mark.parametrize("units", [None, "transformers"], ids=["head in the root", "head alone"])
+@on_ranks(2, timeout_s=180)
+def test_the_head_is_gathered_once_for_the_chunks_of_the_loss(tmp_path: Path, units: str | None) -> None:
+    """The loss of supervised fine-tuning ("nll", until TRL 1.15 "chunked_nll") reads `lm_head.weight` and never calls
+    the head: in forward and in backward, chunk by chunk of the vocabulary."""
+    rows = Dataset.from_dict({"input_ids": Tokens().rows.tolist()})
+    found, gathers = [], []
+    for kind, chunk in ((trl.SFTTrainer, VOCABULARY), (SFTTrainer, VOCABULARY), (SFTTrainer, VOCABULARY // 8)):
+        with fresh(), recording(), mock.patch("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", chunk):
+            options = {} if kind is trl.SFTTrainer else {"shard": {"units": units}}
+            config = trl.SFTConfig(**usual(tmp_path), max_length=None)
+            trainer = kind(model=llama(), args=config, train_dataset=rows, processing_class=numbers(), **options)
+            found.append(losses_of(trainer))
+            if options:
+                gathers.append(count(engine_of(trainer.model), "all_gather"))
+    stock, *ours = found
+    for losses in ours:
+        assert losses == pytest.approx(stock, rel=1e-5)
+    assert gathers[0] == gathers[1]  # with one chunk, and with eight

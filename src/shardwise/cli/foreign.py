@@ -66,7 +66,7 @@ def convert(source: str, target: str | None, given: Mapping[str, object]) -> Non
         raise ConfigError(f"{target} exists already: name another file, or remove it") from None
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
-    print(f"{target}: a shardwise configuration, from {settings.library}'s {source}")
+    print(f"{target}: a shardwise configuration, from {settings.library}: {source}")
     print("\n".join(notes(settings)))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, one_line
-from shardwise.foreign import accelerate, deepspeed, fsdp
+from shardwise.foreign import accelerate, deepspeed, fsdp, transformers_sharding
 from shardwise.foreign.settings import ForeignSettings
 from shardwise.suggest import nearest_path
 
@@ -23,7 +23,8 @@ _FSDP_KEYS = (
 
 
 def read(path: Path) -> ForeignSettings:
-    """Read DeepSpeed's `ds_config.json`, the file of `accelerate config`, or a file for transformers' `fsdp_config`.
+    """Read DeepSpeed's `ds_config.json`, the file of `accelerate config`, a file for transformers' `fsdp_config`, or
+    one that its `DistributedConfig` wrote.
 
     Raises ConfigError, naming the cause: the file is missing, is none of these, or has an invalid value.
     """
@@ -32,12 +33,14 @@ def read(path: Path) -> ForeignSettings:
         return accelerate.read_accelerate(values, str(path), lambda name: _tree(_beside(path, name)))
     if deepspeed.KEYS & values.keys():
         return deepspeed.read_deepspeed(values, str(path))
+    if transformers_sharding.KEYS & values.keys():
+        return transformers_sharding.read_distributed(values, str(path))
     if any(key.removeprefix("fsdp_") in _FSDP_KEYS for key in values):
         return fsdp.read_fsdp(values, str(path))
     found = f"it has {', '.join(sorted(map(str, values))[:5])}" if values else "it is empty"
     raise ConfigError(
-        f"{path} is not a configuration of DeepSpeed (zero_optimization, ...) or of Accelerate "
-        f"(distributed_type, ...): {found}"
+        f"{path} is not a configuration of DeepSpeed (zero_optimization, ...), of Accelerate (distributed_type, ...) "
+        f"or of transformers (fsdp_size, ...): {found}"
     )
 
 

@@ -88,6 +88,14 @@ class ShardwisePlugin(ShardArguments):
             activation_checkpointing=settings.get("train.activation_checkpointing") or "none",
         )
 
+    @classmethod
+    def from_distributed(cls, config: Any) -> ShardwisePlugin:
+        """Translate transformers' `DistributedConfig`, with the model's own plan for units. Every rank must call this.
+
+        Raises ConfigError for another number of ranks, for other kinds of parallelism, and for an `fsdp_plan`.
+        """
+        return cls(**fsdp_settings.arguments_of(config))
+
     def shard(self, model: nn.Module, mixed_precision: str) -> None:
         """Shard a model in place. Every rank must call this.
 

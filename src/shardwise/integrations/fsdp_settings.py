@@ -1,17 +1,23 @@
-"""Translation of Accelerate's FSDP plugin to shardwise's settings. Accelerate also makes such a plugin from its
-configuration file, and transformers from TrainingArguments.fsdp and .fsdp_config."""
+"""Translation of Accelerate's FSDP plugin and of transformers' `DistributedConfig` to shardwise's settings. Accelerate
+also makes such a plugin from its configuration file, and transformers from TrainingArguments.fsdp and .fsdp_config."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.errors import UsageError
+from shardwise import accelerators
+from shardwise.engine.setup.planners import TRANSFORMERS
+from shardwise.errors import ConfigError, UsageError
 from shardwise.foreign.fsdp import read_fsdp
 from shardwise.foreign.settings import ForeignSettings
+from shardwise.foreign.transformers_sharding import read_distributed
 from shardwise.fsdp.strategy import Precision
 from shardwise.model_tools.classes import classes_named
 from shardwise.policy.offload import ALL_ON_HOST, Offload
@@ -34,6 +40,35 @@ def settings_of(plugin: Any) -> ForeignSettings:
         "activation_checkpointing": plugin.activation_checkpointing,
     }
     return read_fsdp({key: value for key, value in values.items() if value is not None}, _PLUGIN)
+
+
+def arguments_of(config: Any) -> dict[str, Any]:
+    """Return `sw.shard`'s arguments for transformers' `DistributedConfig`. Every rank must call this.
+
+    Raises ConfigError for another number of ranks, for other kinds of parallelism, and for an `fsdp_plan`.
+    """
+    settings = read_distributed(config.to_dict(), "DistributedConfig")
+    if settings.without_equal:
+        raise ConfigError(f"DistributedConfig: shardwise has no counterpart for {settings.without_equal[0]}")
+    if config.fsdp_plan:
+        raise ConfigError("DistributedConfig: set fsdp_plan on the model instead (model.fsdp_plan = {...})")
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if settings.ranks != ranks:
+        raise ConfigError(
+            f"DistributedConfig: fsdp_size x dp_replicate_size is {settings.ranks}, but the number of ranks is {ranks}"
+        )
+    strategy, mesh = settings.get("parallel.strategy"), None
+    if strategy == "hybrid_shard":
+        kind = accelerators.accelerator()
+        shape = (config.dp_replicate_size, config.fsdp_size)
+        mesh = init_device_mesh("cpu" if kind is None else kind.type, shape, mesh_dim_names=("replicate", "shard"))
+    return {
+        "strategy": strategy,
+        "mesh": mesh,
+        "units": TRANSFORMERS,
+        "precision": Precision(param="bf16", reduce="fp32") if config.fsdp_mixed_precision else None,
+        "offload": ALL_ON_HOST if config.fsdp_cpu_offload else None,
+    }
 
 
 def units_in(model: nn.Module, units: Any) -> Any:

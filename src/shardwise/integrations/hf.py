@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -37,6 +36,7 @@ from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.pretrained import load_pretrained
 from shardwise.checkpoint.saving import save
 from shardwise.engine.lookup import engine_of
+from shardwise.engine.setup.admission import check_not_transformers
 from shardwise.errors import ConfigError
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.integrations.accelerate import Accelerator, ShardwisePlugin, fsdp_not_asked
@@ -60,13 +60,19 @@ class ShardwiseTrainerMixin:
     lr_scheduler: Any
     accelerator: Any
 
-    def __init__(self, *args: Any, shard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, shard: Any = None, **kwargs: Any) -> None:
         """
         Args:
             args, kwargs: as for the trainer.
-            shard: how to shard, as fields of ShardwisePlugin: `sw.shard`'s arguments and a few more.
+            shard: how to shard: a mapping with fields of ShardwisePlugin, which are `sw.shard`'s arguments and a few
+                more; or transformers' `DistributedConfig`.
+
+        Raises LayoutError for a model that transformers has sharded itself.
         """
         self._plugin = None if shard is None else _plugin_of(shard)
+        model = kwargs.get("model", args[0] if args else None)
+        if isinstance(model, nn.Module):
+            check_not_transformers(model)
         self._accelerator_arguments: dict[str, Any] = {}
         self._is_saving_checkpoint = False
         super().__init__(*args, **kwargs)
@@ -179,7 +185,9 @@ class Trainer(ShardwiseTrainerMixin, transformers.Trainer):
     """A `transformers.Trainer` that shards its models: `Trainer(..., shard=dict(strategy="full_shard"))`."""
 
 
-def _plugin_of(options: Mapping[str, Any]) -> ShardwisePlugin:
+def _plugin_of(options: Any) -> ShardwisePlugin:
+    if hasattr(options, "fsdp_size"):
+        return ShardwisePlugin.from_distributed(options)
     known = [field.name for field in fields(ShardwisePlugin)]
     for name in options:
         if name not in known:

@@ -24,12 +24,24 @@ def check_admissible(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
         plans: its units with the parameters to shard, the root first.
     """
     to_shard = [(fqn, parameter) for plan in plans for fqn, parameter, _ in plan.parameters]
+    check_not_transformers(model)
     _check_ties(model)
     _check_kinds(to_shard)
     _check_gradients(to_shard)
     _check_scripted(model, plans)
     _check_container(model, plans[0])
     _check_memory(model, to_shard)
+
+
+def check_not_transformers(model: nn.Module) -> None:
+    """Raise LayoutError if transformers has sharded the model, or one inside it, itself."""
+    for module in model.modules():
+        if getattr(module, "_is_distributed_loading_by_transformers", False):
+            raise LayoutError(
+                f"transformers has sharded this {type(module).__name__} itself: load it without distributed_config and "
+                'let shardwise shard it (sw.shard(model, units="transformers"), or the Trainer of '
+                "shardwise.integrations.hf), or leave it to transformers' own Trainer"
+            )
 
 
 def _check_ties(model: nn.Module) -> None:

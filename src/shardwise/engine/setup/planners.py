@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -21,7 +22,9 @@ from shardwise.fsdp.shard import (
     repeated_blocks,
 )
 
-Units = None | int | Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool]
+TRANSFORMERS = "transformers"
+"""Value of `units=` for the plan of a model of transformers."""
+Units = None | int | str | Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
 
 class GroupedUnit(nn.ModuleList):
@@ -36,10 +39,11 @@ def planners_for(units: Units) -> list[Planner]:
     """Return the planners that choose the modules below a model that become units. The model itself is always one too.
 
     Args:
-        units: None = automatic; module classes; an int = the minimum numel of a unit; a callable (fqn, module) -> bool.
+        units: None = automatic; module classes; an int = the minimum numel of a unit; a callable (fqn, module) -> bool;
+            "transformers" = the modules that a model of transformers names in its plan for FSDP2.
 
     Raises ConfigError if `units` is none of these. The planners raise ConfigError if none of the classes occurs in the
-    model, and LayoutError if a parameter has no shape yet.
+    model, or it has no plan, and LayoutError if a parameter has no shape yet.
     """
     asked: list[Planner]
     if units is None:
@@ -48,6 +52,8 @@ def planners_for(units: Units) -> list[Planner]:
         raise ConfigError(f"units={units!r}: a number of parameters must be at least 1")
     elif isinstance(units, int):
         asked = [_of_size(units)]
+    elif units == TRANSFORMERS:
+        asked = [_of_transformers_plan]
     elif isinstance(units, type) or not callable(units):
         asked = [_of_classes(units)]
     else:
@@ -71,7 +77,9 @@ def _that(wanted: Callable[[str, nn.Module], bool]) -> Planner:
 def _of_classes(units: object) -> Planner:
     classes = (units,) if isinstance(units, type) else tuple(units) if isinstance(units, Iterable) else ()
     if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
-        raise ConfigError(f"units={units!r}: must be module classes, a least number of parameters or a callable")
+        raise ConfigError(
+            f"units={units!r}: must be module classes, a least number of parameters, a callable or {TRANSFORMERS!r}"
+        )
 
     def choose(model: nn.Module, chosen: Sequence[Named]) -> Sequence[Named]:
         found = modules_below(model, lambda fqn, module: isinstance(module, classes))
@@ -102,6 +110,43 @@ def _of_size(least: int) -> Planner:
         return modules_below(model, lambda fqn, module: id(module) in large)
 
     return choose
+
+
+def _of_transformers_plan(model: nn.Module, chosen: Sequence[Named]) -> Sequence[Named]:
+    """Choose the modules of a model's `fsdp_plan`, which transformers puts together from `_fsdp_plan` of its class and
+    `base_model_fsdp_plan` of its configuration.
+
+    FSDP2 gathers the last norm and the head together. Here a norm, small beside the blocks, stays with the root, which
+    is gathered anyway.
+    """
+    plans = [(fqn, plan) for fqn, module in model.named_modules() if (plan := vars(module).get("_fsdp_plan"))]
+    if not plans:
+        raise ConfigError(
+            f"units={TRANSFORMERS!r}: {type(model).__name__} has no fsdp_plan, which models of transformers have: "
+            "leave units out for the repeated blocks"
+        )
+    outer, plan = plans[0]
+    wanted = {f"{outer}.{name}" if outer else name for name in plan}
+    found = modules_below(
+        model, lambda fqn, module: (fqn in wanted or _LAYER.sub(".*", fqn) in wanted) and has_parameters(module)
+    )
+    if not found:
+        raise ConfigError(
+            f"units={TRANSFORMERS!r}: fsdp_plan ({', '.join(plan)}) names no module of {type(model).__name__}: leave "
+            "units out for the repeated blocks, or set model.fsdp_plan"
+        )
+    least = _SMALL * max(_numel(module) for _, module in found)
+    return [(fqn, module) for fqn, module in found if _numel(module) >= least]
+
+
+_LAYER = re.compile(r"\.\d+(?=\.|$)")
+"""The number of a layer in a name, for which a plan has `*`."""
+_SMALL = 0.01
+"""A module of a plan with less than this share of the largest one's elements is no unit of its own."""
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def blocks_of_transformers(model: nn.Module, chosen: Sequence[Named]) -> Sequence[Named]:

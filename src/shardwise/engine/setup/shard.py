@@ -61,7 +61,8 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
             one shard group per host.
         units: which modules become units. None = automatic (transformers' `_no_split_modules`, else repeated blocks of
             a ModuleList or Sequential; large embeddings and heads alone); module classes; an int = the least numel of
-            a unit; a callable (fqn, module) -> bool. The rest belongs to the root. None for several modules.
+            a unit; a callable (fqn, module) -> bool; "transformers" = the model's own `fsdp_plan`. The rest belongs to
+            the root. None for several modules.
         precision: dtypes of compute, reduction and masters. Default: everything as stored.
         reshard_after_forward: None = as the strategy does; True or False; an int = reshard to groups of so many ranks.
         slots: arena slots for gathered units per size class: how many units are gathered at once, at most.

@@ -1,0 +1,61 @@
+"""Reader of transformers' `DistributedConfig`, with which its `from_pretrained` shards a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.foreign.settings import ForeignSettings
+from shardwise.foreign.settings_table import AUTO, SettingsTable
+
+KEYS = {"fsdp_size", "dp_replicate_size", "fsdp_cpu_offload", "fsdp_mixed_precision"}
+"""A file with any of these keys is what `DistributedConfig.to_json_file` writes."""
+OTHER_AXES = {"tp_size": "tensor", "pp_size": "pipeline", "ep_size": "expert"}
+_WITHOUT_EFFECT = {"enable_expert_parallel", "enable_sequence_parallel", "ep_implementation"}
+
+
+def read_distributed(values: Mapping[str, Any], where: str) -> ForeignSettings:
+    """Read a `DistributedConfig`.
+
+    Args:
+        values: its fields by name; those that are missing or None have their defaults.
+        where: the file's name, for messages.
+
+    Raises ConfigError, naming the key, for an invalid value.
+    """
+    settings = ForeignSettings("transformers")
+    given = {key: value for key, value in values.items() if value is not None and value is not False and value != AUTO}
+    tree = SettingsTable(where, given, settings)
+    shards, replicas = (tree.whole(key, least=1) or 1 for key in ("fsdp_size", "dp_replicate_size"))
+    others = {key: tree.whole(key, least=1) or 1 for key in OTHER_AXES}
+    settings.without_equal += [
+        f"{key} = {size} ({OTHER_AXES[key]} parallelism)" for key, size in others.items() if size > 1
+    ]
+    expert_ranks = others.pop("ep_size")  # they are among the others
+    settings.ranks = shards * replicas * math.prod(others.values())
+    if expert_ranks > settings.ranks:
+        raise ConfigError(f"{where}: ep_size = {expert_ranks}: must be at most the {settings.ranks} ranks of all axes")
+    if shards == 1:
+        settings.set("parallel.strategy", "no_shard")
+    elif replicas == 1:
+        settings.set("parallel.strategy", "full_shard")
+    else:
+        settings.set("parallel.strategy", "hybrid_shard")
+        settings.set("parallel.shard_group", shards)
+    if tree.flag("fsdp_mixed_precision"):
+        settings.set("parallel.param_dtype", "bf16")
+        settings.set("parallel.reduce_dtype", "fp32")
+    if tree.flag("fsdp_cpu_offload"):
+        for part in ("params", "optimizer", "gradients"):
+            settings.offload("cpu", part)
+    if tree.values("fsdp_plan"):
+        settings.changes.append(
+            "units are the repeated blocks, large embeddings and heads, not those of fsdp_plan; in Python, "
+            'units="transformers" takes the model\'s plan'
+        )
+    for key in ("tp_plan", "ep_plan"):
+        tree.take(key)  # has no effect without its size
+    tree.finish(_WITHOUT_EFFECT)
+    return settings
