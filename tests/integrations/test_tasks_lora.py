@@ -53,6 +53,7 @@ def quietly(folder: str, *overrides: str) -> str:
         return train(folder, *overrides)
 
 
+@pytest.mark.slow
 def test_a_new_head_is_trained_saved_with_the_adapter_and_merged(tmp_path: Path, ranks: RankPools) -> None:
     ranks(2).run(quietly, str(tmp_path), "train.steps=8", "log.name=parts")
     quietly(str(tmp_path), "log.name=parts")  # goes on alone, adapter and head

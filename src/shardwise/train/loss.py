@@ -33,7 +33,7 @@ from shardwise.plan.models.transformers_models import without_cache
 from shardwise.train.data.micro_batch import MicroBatch
 from shardwise.train.process.interruption import Interruption
 from shardwise.train.process.ranks import Ranks
-from shardwise.train.tasks.objectives import NextToken, Objective
+from shardwise.train.tasks.objectives import NextToken, Objective, SameToken
 
 
 class DeviceBatch(NamedTuple):
@@ -92,6 +92,7 @@ class LossFunction:
         is_transformer = hasattr(model, "get_output_embeddings")
         self.own_loss = "labels" in self.parameters and not is_transformer and isinstance(self.objective, NextToken)
         """Whether the model is called with labels and returns its loss."""
+        self._decodes = isinstance(self.objective, SameToken) and bool(getattr(config, "is_encoder_decoder", False))
         self._no_cache = without_cache(config)
         self._router_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0))
 
@@ -126,6 +127,8 @@ class LossFunction:
         """Run one forward of a model that is called without labels; return its output and the logits in it."""
         known = self.parameters
         inputs = {name: value for name, value in batch.inputs.items() if name not in _UNNEEDED or name in known}
+        if self._decodes:
+            inputs |= _for_decoder(model, batch.labels)
         output = model(**inputs, **self._no_cache)
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
         if not isinstance(logits, Tensor) or logits.shape[:-1] != batch.labels.shape:
@@ -139,6 +142,13 @@ class LossFunction:
 
 _UNNEEDED = frozenset({"token_type_ids"})
 """What a tokenizer may give, but not every model takes that is used with it."""
+
+
+def _for_decoder(model: Any, labels: Tensor) -> dict[str, Tensor]:
+    """Return the argument from which a decoder predicts the labels: as its class shifts them. If the class shifts them
+    only inside, the labels themselves; the loss that it then computes as well is not used."""
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    return {"labels": labels} if shift is None else {"decoder_input_ids": shift(labels)}
 
 
 def _own_loss(model: nn.Module, batch: DeviceBatch) -> Tensor:

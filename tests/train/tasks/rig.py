@@ -78,7 +78,7 @@ def unsharded(config: Config) -> tuple[nn.Module, list[float], Evaluation]:
     train, task = config.train, load_task(config)
     assert train.global_batch is not None
     torch.manual_seed(train.seed)
-    model = build_model(config.model.model_copy(update={"init": "cpu"}), task.shape)
+    model: nn.Module = build_model(config.model.model_copy(update={"init": "cpu"}), task.shape)
     loss_function = LossFunction(model, task.objective)
     optimizer = build_optimizer(model, train)
     schedule = LearningRateSchedule.of(train)

@@ -36,6 +36,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_ranks_learn_what_one_process_learns_and_final_answers_alike(tmp_path: Path, ranks: RankPools) -> None:
     """The held-out rows do not fill the last batches, so one rank evaluates one without targets."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer

@@ -139,7 +139,8 @@ def _complete(hf_config: Any, text: TextShape) -> None:
     if text.pad_id is not None:
         if getattr(hf_config, "pad_token_id", None) is None:
             hf_config.pad_token_id = text.pad_id
-        if getattr(hf_config, "is_encoder_decoder", False) and hf_config.decoder_start_token_id is None:
+        decodes = getattr(hf_config, "is_encoder_decoder", False)
+        if decodes and getattr(hf_config, "decoder_start_token_id", None) is None:
             hf_config.decoder_start_token_id = hf_config.pad_token_id
 
 
@@ -188,9 +189,10 @@ def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
     for key in values:
         if key not in known:
             raise ConfigError(f"model.config.{key} is not a key of model_type {model_type!r}{did_you_mean(key, known)}")
-    for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+    for key in ("eos_token_id", "bos_token_id", "pad_token_id") if text.vocab_size else ():
         values.setdefault(key, text.end_id if key != "pad_token_id" or text.pad_id is None else text.pad_id)
-    values.setdefault("vocab_size", text.vocab_size)
+    if text.vocab_size:
+        values.setdefault("vocab_size", text.vocab_size)
     positions = blank.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if positions not in values and getattr(blank, positions, text.seq_len) < text.seq_len:
         values.setdefault("max_position_embeddings", text.seq_len)
@@ -206,6 +208,8 @@ def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
 
 def _check_fits(hf_config: PreTrainedConfig, text: TextShape) -> None:
     check_sizes(hf_config.model_type, hf_config, ConfigError)
+    if not text.vocab_size:
+        return
     own = text_part(hf_config)
     positions = positions_of(own)
     if positions is not None and positions < text.seq_len and is_rotary(own):

@@ -37,9 +37,13 @@ class MicroBatch:
 
     @property
     def size(self) -> int:
-        """Number of token positions that the model processes; the number of rows where it reads no text."""
+        """Number of token positions that the model processes, a decoder's included; the number of rows where it reads
+        no text."""
         ids = self.inputs.get("input_ids")
-        return len(self.labels) if ids is None else ids.size
+        if ids is None:
+            return len(self.labels)
+        decodes = self.labels.ndim > 1 and self.labels.shape != ids.shape
+        return ids.size + (self.labels.size if decodes else 0)
 
 
 class Draw(NamedTuple):

@@ -183,14 +183,25 @@ def table_of(file: Path, file_format: str) -> Any:
     for an empty file. Raises ConfigError if the file is not in its format."""
     if not file.stat().st_size:  # `datasets` raises an unhelpful error for an empty file
         return ()
+    builder, options = _BUILDERS[file_format]
+    return _loaded(f"data.source: {file} cannot be read as {file_format}", builder, data_files=str(file), **options)
+
+
+def folder_of_pictures(source: str) -> Any:
+    """Return the pictures below a folder as a table, read by `datasets`: with the names of their folders as labels, or
+    with the fields that a `metadata.csv` or `metadata.jsonl` has for them. Raises ConfigError if it cannot be read."""
+    return _loaded(f"data.source={source!r} cannot be read as a folder of pictures", "imagefolder", data_dir=source)
+
+
+def _loaded(where: str, builder: str, **options: Any) -> Any:
+    """Return what `datasets` reads. Raises ConfigError, which begins with `where`, if it cannot."""
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
     datasets.disable_progress_bars()
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it also logs every error that it raises
-    builder, options = _BUILDERS[file_format]
     try:
-        return datasets.load_dataset(builder, data_files=str(file), split="train", **options)
+        return datasets.load_dataset(builder, split="train", **options)
     except (DatasetGenerationError, ValueError, OSError) as error:
         cause = " ".join(str(error.__cause__ or error).split())
-        raise ConfigError(f"data.source: {file} cannot be read as {file_format}: {cause[:200]}") from None
+        raise ConfigError(f"{where}: {cause[:200]}") from None

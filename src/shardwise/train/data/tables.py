@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, one_line
@@ -13,7 +14,9 @@ from shardwise.train.config.schema import DataConfig
 from shardwise.train.data.corpus import BUILTIN_PREFIX
 from shardwise.train.data.holdout import is_held_out
 from shardwise.train.data.hub_rows import prepare
-from shardwise.train.data.sources import find_files, format_of, is_saved, saved_table, table_of
+from shardwise.train.data.sources import find_files, folder_of_pictures, format_of, is_saved, saved_table, table_of
+
+_PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,8 +79,6 @@ def read_table(config: DataConfig, fields: str) -> Table:
         ConfigError: the source has no rows, or files of it cannot be read or have other columns than others.
         HubError: the source is a data set of a hub that cannot be fetched.
     """
-    if config.sources is not None:
-        raise ConfigError("data.sources: several sources are mixed for causal language models only; give data.source")
     tables, keys = [], list[str]()
     for name, table in _tables(config, fields):
         tables.append(table)
@@ -100,7 +101,10 @@ def _tables(config: DataConfig, fields: str) -> list[tuple[str, Any]]:
         return [(source, saved_table(source, config.split))]
     found = []
     with reading("data.source", source):
-        for file in find_files(source):
+        files = find_files(source)
+        if Path(source).is_dir() and any(file.suffix.lower() in _PICTURES for file in files):
+            return [(source, folder_of_pictures(source))]
+        for file in files:
             file_format = config.format or format_of(file)
             if file_format == "text":
                 raise ConfigError(f"data.source: {file} is plain text, but this task needs rows with {fields}")

@@ -122,6 +122,54 @@ class OneLabel:
         return {"accuracy": sum(right) / sum(actual), "f1": sum(by_label) / len(by_label)}
 
 
+@dataclass(frozen=True, slots=True)
+class Entities:
+    """A tag for each token, of which those of an entity belong together: B-X begins one, I-X goes on, O is none."""
+
+    names: tuple[str, ...]
+    counts: ClassVar[str] = "tokens"
+
+    def nll(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return same_position_nll(logits, labels)
+
+    def scores(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return numbers of targets and of those predicted rightly; then of entities that were predicted rightly,
+        predicted, and to be found. [5]."""
+        counts = labels != IGNORED
+        predicted = logits.argmax(-1)
+        found = [0, 0, 0]
+        for row, (tags, targets) in enumerate(zip(predicted.cpu(), labels.cpu(), strict=True)):
+            there = counts[row].cpu()
+            ours, theirs = self._entities(tags[there]), self._entities(targets[there])
+            found = [sum(pair) for pair in zip(found, (len(ours & theirs), len(ours), len(theirs)), strict=True)]
+        return torch.tensor([int(counts.sum()), int((predicted == labels).sum()), *found])
+
+    def metrics(self, loss: float, scores: Sequence[float]) -> dict[str, float]:
+        """Return the accuracy of tags, and F1 of whole entities, all kinds together."""
+        targets, right_tags, right, predicted, actual = scores
+        return {"accuracy": right_tags / targets, "f1": f1(right, predicted, actual)}
+
+    def _entities(self, tags: Tensor) -> set[tuple[str, int, int]]:
+        """Return the entities of a row as (kind, first, past the last). One that does not begin with B begins where its
+        kind does."""
+        found: set[tuple[str, int, int]] = set()
+        kind, first = "", 0
+        for at, tag in enumerate([*(self.names[number] for number in tags.tolist()), "O"]):
+            begins, _, own = tag.partition("-")
+            if kind and (begins != "I" or own != kind):
+                found.add((kind, first, at))
+                kind = ""
+            if own and not kind:
+                kind, first = own, at
+        return found
+
+
+def tags_objective(names: tuple[str, ...]) -> Objective:
+    """Return the objective of tags with these names: with entities, if the names are of that form."""
+    is_iob = all(name == "O" or name[:2] in {"B-", "I-"} for name in names)
+    return Entities(names) if is_iob else OneLabel(len(names), "tokens")
+
+
 def f1(right: float, predicted: float, actual: float) -> float:
     """Return the harmonic mean of precision and recall; 0 if nothing was predicted and nothing was to be."""
     return 2 * right / (predicted + actual) if predicted + actual else 0.0

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import xxhash
+from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
 from shardwise.hub import shown
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config, DataConfig
-from shardwise.train.data.micro_batch import Draw
+from shardwise.train.data.holdout import hold_out
+from shardwise.train.data.micro_batch import IGNORED, Draw
+from shardwise.train.data.sources import read_documents
 from shardwise.train.data.tables import read_table
+from shardwise.train.process.ranks import Ranks
+from shardwise.train.run.sample import NEW_TOKENS, Sample
 from shardwise.train.tasks.examples import Collate, Example, Examples
 from shardwise.train.tasks.labels import labels_in_words, labels_of
-from shardwise.train.tasks.objectives import Objective, OneLabel
-from shardwise.train.tasks.processors import Pretrained, in_words, padding_tokenizer
+from shardwise.train.tasks.objectives import Objective, OneLabel, SameToken, tags_objective
+from shardwise.train.tasks.processors import Pretrained, check_fast, in_words, padding_tokenizer
 from shardwise.train.tasks.task import Sampler, Task
 
 _AT_ONCE = 1000
@@ -49,34 +56,159 @@ def sequence_classification(config: Config) -> Task:
     return assembled(config, data, OneLabel(len(labels.names)))
 
 
+def token_classification(config: Config) -> Task:
+    """Read rows of words with a tag for each. A word's first token has its tag; the others are no targets. Not
+    collective. Raises as `load_task`."""
+    table = read_table(config.data, "tokens and tags")
+    tokenizer = padding_tokenizer(config.data.tokenizer)
+    check_fast(tokenizer, config.data.tokenizer, "token-classification")
+    words, tags = table.column("tokens", "words"), table.column("tags", "ner_tags", "labels")
+    said, tagged = (table.rows[column][:] for column in (words, tags))
+    for key, row, of_row in zip(table.keys, said, tagged, strict=True):
+        if not isinstance(row, list) or not isinstance(of_row, list) or len(row) != len(of_row):
+            raise ConfigError(f"{key}: {words} and {tags} must be lists of the same length")
+    feature = getattr(table.rows.features[tags], "feature", None)
+    labels = labels_of(config.model, feature, (tag for row in tagged for tag in row), tags)
+    ids = [[labels.of(tag, key, tags) for tag in row] for key, row in zip(table.keys, tagged, strict=True)]
+    encoded = encode(tokenizer, config.data.seq_len, said, is_split_into_words=True)
+    examples = [
+        {**example, "labels": _of_first_tokens(of_words, row)}
+        for example, of_words, row in zip(encoded.examples, encoded.words, ids, strict=True)
+    ]
+
+    from transformers import DataCollatorForTokenClassification
+
+    collate = without_draws(DataCollatorForTokenClassification(tokenizer, return_tensors="np"))
+    train, held_out = ([examples[row] for row in rows] for rows in table.split(config.data.eval_fraction))
+    data = TextData(tokenizer, Examples(train, collate), Examples(held_out, collate), encoded.cut, labels.names)
+    return assembled(config, data, tags_objective(labels.names))
+
+
+def _of_first_tokens(words: Sequence[int | None], labels: Sequence[int]) -> NDArray[np.int64]:
+    """Return a label for each token: that of its word for the first token of a word, else -100.
+
+    words: by token, the index of its word; None for special tokens.
+    """
+    firsts = [word is not None and (not at or words[at - 1] != word) for at, word in enumerate(words)]
+    return np.array(
+        [labels[word] if first and word is not None else IGNORED for first, word in zip(firsts, words, strict=True)]
+    )
+
+
+def masked_lm(config: Config) -> Task:
+    """Read texts, of which 15 % of the tokens are hidden and predicted. A long text becomes several rows. Which tokens
+    are hidden depends on `data.seed` and on the row's place in the order, so they differ between epochs and not between
+    numbers of ranks. Not collective. Raises as `load_task`."""
+    data = config.data
+    tokenizer = padding_tokenizer(data.tokenizer)
+    check_fast(tokenizer, data.tokenizer, "masked-lm")
+    if tokenizer.mask_token_id is None:
+        raise ConfigError(f"data.tokenizer={data.tokenizer!r} has no mask_token, which masked-lm puts over words")
+    documents = read_documents(data.source, data.format, data.subset, data.split)
+    for document in documents:
+        if document.whole:
+            raise ConfigError(f"{document.key}: masked-lm reads rows of text, not of conversations or prompts")
+
+    from transformers import DataCollatorForLanguageModeling, DataCollatorForTokenClassification
+
+    hide = DataCollatorForLanguageModeling(tokenizer, return_tensors="np")
+    pad = DataCollatorForTokenClassification(tokenizer, return_tensors="np")
+
+    def collate(examples: list[dict[str, Any]], draws: Sequence[Draw]) -> Any:
+        return pad([_hidden(hide, row, data.seed, draw.sample) for row, draw in zip(examples, draws, strict=True)])
+
+    parts = []
+    for part in hold_out(documents, data.eval_fraction):
+        texts = ["".join(segment.text for segment in document.segments) for document in part]
+        rows = encode(tokenizer, data.seq_len, texts, return_overflowing_tokens=True).examples
+        special = tokenizer.all_special_ids
+        parts.append(Examples([row for row in rows if not np.isin(row["input_ids"], special).all()], collate))
+    train, held_out = parts
+    return assembled(config, TextData(tokenizer, train, held_out), SameToken())
+
+
+def _hidden(hide: Any, example: dict[str, Any], seed: int, sample: int) -> dict[str, Any]:
+    """Return an example with some of its tokens hidden, at least one, and these as labels."""
+    hide.generator = np.random.default_rng([seed, sample])
+    while True:
+        batch = hide([example])
+        if (batch["labels"] != IGNORED).any():
+            return {name: values[0].tolist() for name, values in batch.items()}
+
+
+def seq2seq_lm(config: Config) -> Task:
+    """Read rows of a text and the text that is to be written for it. Not collective. Raises as `load_task`."""
+    table = read_table(config.data, "a text and a target")
+    tokenizer = padding_tokenizer(config.data.tokenizer)
+    source = table.column("text", "source", "document", "prompt")
+    target = table.column("target", "summary", "completion")
+    encoded = encode(tokenizer, config.data.seq_len, table.texts(source))
+    answers = encode(tokenizer, config.data.seq_len, table.texts(target), as_target=True)
+    examples = [
+        {**example, "labels": _ended(answer["input_ids"], tokenizer)}
+        for example, answer in zip(encoded.examples, answers.examples, strict=True)
+    ]
+
+    from transformers import DataCollatorForSeq2Seq
+
+    collate = without_draws(DataCollatorForSeq2Seq(tokenizer, return_tensors="np"))
+    train, held_out = ([examples[row] for row in rows] for rows in table.split(config.data.eval_fraction))
+    data = TextData(tokenizer, Examples(train, collate), Examples(held_out, collate), encoded.cut + answers.cut)
+    shown_rows = held_out or train
+    return assembled(config, data, SameToken(), partial(_answer, tokenizer=tokenizer, example=shown_rows[0]))
+
+
+def _ended(ids: NDArray[np.int32], tokenizer: Any) -> NDArray[np.int32]:
+    """Return a target with a token that ends it, if the tokenizer puts none there."""
+    if tokenizer.eos_token_id is None or (len(ids) and ids[-1] in tokenizer.all_special_ids):
+        return ids
+    return np.append(ids, np.int32(tokenizer.eos_token_id))
+
+
+def _answer(model: Any, ranks: Ranks, tokenizer: Any, example: Example) -> Sample:
+    """Let the model write for an example. Every rank must call this; all write the same."""
+    ids = torch.from_numpy(example["input_ids"]).long().to(ranks.device)[None]
+    model.eval()
+    with torch.no_grad():
+        written = model.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1)
+    model.train()
+    prompt, answer = (str(tokenizer.decode(one[0].tolist(), skip_special_tokens=True)) for one in (ids, written))
+    return Sample(f"{prompt}\n", answer)
+
+
 class Encoded(NamedTuple):
     """Texts as token ids."""
 
     examples: list[Example]
     cut: int
     """How many were longer than a row, and lost their end."""
+    words: list[list[int | None]]
+    """By example and token, the index of the word that it belongs to; empty for a slow tokenizer."""
 
 
-def encode(tokenizer: Any, seq_len: int, *texts: Sequence[Any], **options: Any) -> Encoded:
+def encode(tokenizer: Any, seq_len: int, *texts: Sequence[Any], as_target: bool = False, **options: Any) -> Encoded:
     """Encode texts, with the tokenizer's special tokens.
 
     Args:
         tokenizer: of transformers.
         seq_len: tokens of the longest example.
         texts: one sequence of texts, or two of the same length whose texts are joined by pairs.
+        as_target: whether they are what a decoder writes, for which a tokenizer may have other special tokens.
         options: more options of the tokenizer.
     """
-    examples: list[Example] = []
+    found = Encoded([], 0, [])
     cut = 0
     for first in range(0, len(texts[0]), _AT_ONCE):
         part = [list(column[first : first + _AT_ONCE]) for column in texts]
-        batch = tokenizer(*part, truncation=True, max_length=seq_len, **options)
+        given = {"text_target": part[0]} if as_target else dict(zip(("text", "text_pair"), part, strict=False))
+        batch = tokenizer(**given, truncation=True, max_length=seq_len, **options)
         names = [name for name in batch if name in tokenizer.model_input_names]
         columns = [[np.array(ids, dtype=np.int32) for ids in batch[name]] for name in names]
-        examples += [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+        found.examples.extend(dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
         if tokenizer.is_fast:
             cut += sum(bool(encoding.overflowing) for encoding in batch.encodings)
-    return Encoded(examples, cut)
+            found.words.extend(encoding.word_ids for encoding in batch.encodings)
+    return found._replace(cut=cut)
 
 
 def without_draws(collator: Callable[[list[dict[str, Any]]], Any]) -> Collate:

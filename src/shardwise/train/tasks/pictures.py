@@ -1,0 +1,189 @@
+"""Pictures: read from files or from the bytes in a table when a batch is made, and classified."""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from shardwise.errors import ConfigError, one_line
+from shardwise.hub import local, shown
+from shardwise.train.build.models import TextShape
+from shardwise.train.config.schema import Config, ModelConfig
+from shardwise.train.data.micro_batch import Draw, MicroBatch
+from shardwise.train.data.tables import Table, read_table
+from shardwise.train.tasks.examples import batch_of
+from shardwise.train.tasks.labels import labels_in_words, labels_of
+from shardwise.train.tasks.objectives import OneLabel
+from shardwise.train.tasks.processors import Pretrained
+from shardwise.train.tasks.task import Task
+
+_SAMPLE_BYTES = 4096
+"""Bytes of each picture that the digest covers, besides its size."""
+_PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+
+
+def image_classification(config: Config) -> Task:
+    """Read rows of a picture with a label. Pictures are decoded by the rank and at the step that needs them. Not
+    collective. Raises as `load_task`."""
+    check_pillow("image-classification")
+    table = read_table(config.data, "an image and a label")
+    pictures = Pictures.of(table, table.column("image", "img"))
+    label = table.column("label", "labels")
+    values = table.rows[label][:]
+    labels = labels_of(config.model, table.rows.features[label], values, label)
+    ids = [labels.of(value, key, label) for value, key in zip(values, table.keys, strict=True)]
+    processor = image_processor(config.model)
+    train, held_out = (
+        LabelledPictures(pictures, rows, [ids[row] for row in rows], processor)
+        for rows in table.split(config.data.eval_fraction)
+    )
+    if not len(train):
+        raise ConfigError(f"data.source={config.data.source!r} has no row to train on")
+    said = f"{len(train):,} pictures to train on, {len(held_out):,} held out"
+    return Task(
+        objective=OneLabel(len(labels.names)),
+        train=train,
+        held_out=held_out,
+        shape=TextShape(vocab_size=0, end_id=0, seq_len=1, labels=labels.names),
+        processor=Pretrained(processor),
+        reads=f"pictures through {type(processor).__name__}",
+        says=(f"{shown(config.data.source)}: {said}{labels_in_words(labels.names)}",),
+        words=f"{said} (digests {train.digest} and {held_out.digest}), with the labels {', '.join(labels.names)}",
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pictures:
+    """The pictures of a table's column, as they are stored."""
+
+    stored: Any
+    """A column of a `datasets.Dataset`: paths, bytes, or {"bytes", "path"}."""
+    keys: Sequence[str]
+
+    @classmethod
+    def of(cls, table: Table, column: str) -> Pictures:
+        import datasets
+
+        rows = table.rows
+        if isinstance(rows.features[column], datasets.Image):
+            rows = rows.cast_column(column, datasets.Image(decode=False))
+        return cls(rows[column], table.keys)
+
+    def open(self, row: int) -> Any:
+        """Return a picture as a `PIL.Image` in RGB. Raises ConfigError, which begins with the row's name, for what is
+        none."""
+        from PIL import Image
+
+        try:
+            with Image.open(self._source(row)) as picture:
+                return picture.convert("RGB")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.keys[row]}: not a picture that can be read: {one_line(error)}") from None
+
+    def sample(self, row: int) -> bytes:
+        """Return a part of a picture's bytes, and their number: enough to tell it from another one."""
+        source = self._source(row)
+        if isinstance(source, io.BytesIO):
+            whole = source.getbuffer()
+            return bytes(whole[:_SAMPLE_BYTES]) + str(len(whole)).encode()
+        try:
+            with source.open("rb") as file:
+                return file.read(_SAMPLE_BYTES) + str(source.stat().st_size).encode()
+        except OSError as error:
+            raise ConfigError(f"{self.keys[row]}: {source} cannot be read: {error.strerror}") from None
+
+    def _source(self, row: int) -> io.BytesIO | Path:
+        """Return where a picture's bytes are. A path may be relative to the working directory, or to the table's."""
+        value: Any = self.stored[row]
+        if isinstance(value, dict):
+            value = value.get("bytes") or value.get("path")
+        if isinstance(value, bytes):
+            return io.BytesIO(value)
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.keys[row]}: an image must be a path or bytes, not {str(value)[:80]!r}")
+        path = Path(value)
+        beside = Path(self.keys[row].rpartition(":")[0]).parent / path
+        return path if path.exists() or not beside.exists() else beside
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LabelledPictures:
+    """Rows of a picture and a label."""
+
+    pictures: Pictures
+    rows: Sequence[int]
+    """Their places in the table."""
+    labels: Sequence[int]
+    processor: Any
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def digest(self) -> str:
+        state = xxhash.xxh3_64(str(len(self)).encode())
+        for row, label in zip(self.rows, self.labels, strict=True):
+            state.update(self.pictures.sample(row) + f" {label}".encode())
+        return state.hexdigest()
+
+    def micro_batch(self, draws: list[Draw]) -> MicroBatch:
+        """Return the rows that were drawn, decoded and resized by the processor."""
+        there = np.array([draw.row < len(self) for draw in draws])
+        drawn = [draw.row if is_there else 0 for draw, is_there in zip(draws, there, strict=True)]
+        images = [self.pictures.open(self.rows[row]) for row in drawn]
+        arrays = dict(self.processor(images=images, return_tensors="np"))
+        return batch_of({**arrays, "labels": [self.labels[row] for row in drawn]}, there)
+
+
+def check_pillow(task: str) -> None:
+    """Raise ConfigError if pictures cannot be decoded here."""
+    if find_spec("PIL") is None:
+        raise ConfigError(f"model.task={task!r} needs Pillow, which is not installed: pip install pillow")
+
+
+def image_processor(model: ModelConfig) -> Any:
+    """Return the image processor beside the model's configuration or weights; without one, that of its type, with its
+    size of pictures. Raises ConfigError if transformers has none for it."""
+    from transformers import AutoConfig, AutoImageProcessor
+
+    named: Iterator[str] = (name for name in (model.directory, model.pretrained) if name is not None)
+    for name in named:
+        if any((local(name) / file).is_file() for file in _PROCESSOR):
+            try:
+                return AutoImageProcessor.from_pretrained(local(name), local_files_only=True)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{name}: its image processor cannot be loaded: {one_line(error)}") from None
+    if model.config is not None:
+        config: Any = AutoConfig.for_model(**model.config)
+    elif model.path is not None:
+        config = AutoConfig.from_pretrained(local(model.path), local_files_only=True)
+    else:
+        raise ConfigError("model.factory gives no image processor: name the model by path or config for pictures")
+    return _of_type(config)
+
+
+def _of_type(config: Any) -> Any:
+    """Return the image processor that transformers has for a configuration's type."""
+    from transformers import AutoImageProcessor
+
+    size = getattr(config, "image_size", None)
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    settings = {} if size is None else {"size": {"height": height, "width": width}}
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:  # the directory of a model that has settings alone
+        config.save_pretrained(folder)
+        Path(folder, _PROCESSOR[0]).write_text(json.dumps(settings), encoding="utf-8")
+        try:
+            return AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"transformers has no image processor for the type {config.model_type!r}: {one_line(error)[:160]}"
+            ) from None

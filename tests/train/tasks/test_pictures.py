@@ -1,0 +1,121 @@
+"""Classified pictures, from bytes in a table, from paths and from folders."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise.errors import ConfigError
+from shardwise.train.data.micro_batch import IGNORED, Draw
+from shardwise.train.tasks.loading import load_task
+from tests.ranks import RankPools
+from tests.train.tasks.rig import RUN, configured, lines, losses, train, unsharded
+
+datasets = pytest.importorskip("datasets")
+images = pytest.importorskip("PIL.Image")
+
+CONFIG = f"""
+[model.config]
+model_type = "vit"
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 2
+image_size = 16
+patch_size = 8
+[model]
+task = "image-classification"
+[data]
+source = "pictures.parquet"
+eval_fraction = 0.25
+{RUN.format(steps=10, more="")}
+"""
+COLOURS = {"red": (200, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 200)}
+
+
+def picture(number: int) -> tuple[bytes, str]:
+    """Return a PNG of one colour with some noise, of its own size, and the colour's name."""
+    name = list(COLOURS)[number % 3]
+    noise = np.random.default_rng(number).integers(0, 40, (10 + number % 7, 12, 3))
+    file = io.BytesIO()
+    images.fromarray((np.array(COLOURS[name]) + noise).astype(np.uint8)).save(file, "PNG")
+    return file.getvalue(), name
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"image": {"bytes": data, "path": None}, "label": name} for data, name in map(picture, range(43))]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+    datasets.Dataset.from_list(rows, features=features).to_parquet("pictures.parquet")
+    (tmp_path / "run.toml").write_text(CONFIG)
+
+
+@pytest.mark.slow
+def test_ranks_learn_what_one_process_learns_and_final_sees_alike(tmp_path: Path, ranks: RankPools) -> None:
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    ranks(2).run(train, str(tmp_path))
+    model, expected, evaluation = unsharded(configured(tmp_path))
+    run = tmp_path / "runs" / "run"
+    assert losses(run) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    found = lines(run / "evaluations.jsonl")[-1]
+    assert found["rows"] == evaluation.targets
+    assert found["loss"] == pytest.approx(evaluation.loss, rel=1e-2, abs=1e-3)
+    assert found["accuracy"] == found["f1"] == 1.0
+    loaded = AutoModelForImageClassification.from_pretrained(run / "final").eval()
+    assert loaded.config.id2label == {0: "blue", 1: "green", 2: "red"}
+    processor = AutoImageProcessor.from_pretrained(run / "final")
+    shown = [images.open(io.BytesIO(picture(number)[0])) for number in range(100, 103)]
+    batch = processor(images=shown, return_tensors="pt")
+    with torch.no_grad():
+        ours, theirs = model(**batch).logits, loaded(**batch).logits
+    torch.testing.assert_close(theirs, ours, rtol=5e-3, atol=5e-3)
+    assert [loaded.config.id2label[at] for at in theirs.argmax(-1).tolist()] == [picture(n)[1] for n in range(100, 103)]
+
+
+def test_paths_and_folders_are_the_same_pictures(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    rows = []
+    for number in range(9):
+        data, name = picture(number)
+        for file in (tmp_path / f"there/{number}.png", tmp_path / f"folders/{name}/{number}.png"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+        rows.append({"image": f"{number}.png", "label": name})
+    (tmp_path / "there/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = load_task(configured(tmp_path, "data.source=there/rows.jsonl", "data.eval_fraction=0"))
+    folders = load_task(configured(tmp_path, "data.source=folders", "data.eval_fraction=0"))
+    assert named.shape.labels == folders.shape.labels == ("blue", "green", "red")
+    by_label = {}
+    for task in (named, folders):
+        batch = task.train.micro_batch([Draw(row, row) for row in range(9)])
+        assert batch.inputs["pixel_values"].shape == (9, 3, 16, 16)
+        assert batch.size == batch.targets == 9
+        sums = batch.inputs["pixel_values"].sum(axis=(1, 2, 3)).tolist()
+        by_label[task] = sorted(zip(batch.labels.tolist(), sums, strict=True))
+    assert by_label[named] == by_label[folders]
+    assert named.train.digest != folders.train.digest  # another order
+    filled = named.train.micro_batch([Draw(8, 0), Draw(9, 1)])
+    assert filled.labels[1] == IGNORED
+    assert filled.targets == 1
+
+
+def test_what_is_no_picture_is_named(tmp_path: Path) -> None:
+    (tmp_path / "no.png").write_bytes(b"none")
+    (tmp_path / "bad.jsonl").write_text(
+        '{"image": "no.png", "label": 0}\n{"image": "gone.png", "label": 1}\n{"image": "no.png", "label": 1}\n'
+    )
+    with pytest.raises(ConfigError, match=r"bad.jsonl:2: gone.png cannot be read: No such file"):
+        train(str(tmp_path), "data.source=bad.jsonl")
+    Path("bad.jsonl").write_text('{"image": "no.png", "label": 0}\n{"image": "no.png", "label": 1}\n')
+    task = load_task(configured(tmp_path, "data.source=bad.jsonl", "data.eval_fraction=0"))
+    with pytest.raises(ConfigError, match=r"bad.jsonl:1: not a picture that can be read"):
+        task.train.micro_batch([Draw(0, 0)])
+    with pytest.raises(ConfigError, match="no image processor for the type 'bert'"):
+        load_task(configured(tmp_path, 'model.config={model_type = "bert"}'))

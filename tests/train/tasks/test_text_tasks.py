@@ -1,0 +1,188 @@
+"""Tagging, masked words and texts from texts: each on ranks as in one process, and from its files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise.cli.app import run as command
+from shardwise.errors import ConfigError
+from shardwise.train.data.micro_batch import IGNORED, Draw
+from shardwise.train.tasks.loading import load_task
+from shardwise.train.tasks.objectives import Entities, tags_objective
+from tests.ranks import RankPools
+from tests.train.tasks.rig import BERT, RUN, configured, lines, losses, train, unsharded
+
+datasets = pytest.importorskip("datasets")
+
+T5 = """
+[model.config]
+model_type = "t5"
+d_model = 32
+d_ff = 64
+d_kv = 16
+num_layers = 2
+num_heads = 2
+dropout_rate = 0.0
+"""
+REST = f"""
+[data]
+source = "rows.jsonl"
+seq_len = 48
+eval_fraction = 0.2
+{RUN.format(steps=6, more="")}
+"""
+NAMES = ["O", "B-PLACE", "I-PLACE", "B-NAME"]
+
+
+def tagged(rows: int) -> list[dict[str, Any]]:
+    """Return sentences of different lengths, with a name or none, and a place of two words or none."""
+    made = []
+    for row in range(rows):
+        tokens, tags = ["so", " it", " is"][: 1 + row % 3], [0, 0, 0][: 1 + row % 3]
+        if row % 2:
+            tokens, tags = [*tokens, " Ann"], [*tags, 3]
+        if row % 3:
+            tokens, tags = [*tokens, " New", " York"], [*tags, 1, 2]
+        made.append({"tokens": tokens, "ner_tags": tags})
+    return made
+
+
+def texts(rows: int) -> list[dict[str, Any]]:
+    return [{"text": "the quick brown fox " * (1 + row % 5), "summary": f"fox {row % 3}"} for row in range(rows)]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def written(tmp_path: Path, task: str, model: str = BERT) -> None:
+    (tmp_path / "run.toml").write_text(f'{model}\n[model]\ntask = "{task}"\n{REST}')
+    if task == "token-classification":
+        tags = datasets.List(datasets.ClassLabel(names=NAMES))
+        features = datasets.Features({"tokens": datasets.List(datasets.Value("string")), "ner_tags": tags})
+        datasets.Dataset.from_list(tagged(31), features=features).to_parquet("rows.parquet")
+        (tmp_path / "run.toml").write_text((tmp_path / "run.toml").read_text().replace("rows.jsonl", "rows.parquet"))
+    else:
+        Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts(31)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "model", "metrics"),
+    [
+        ("token-classification", BERT, {"accuracy", "f1"}),
+        ("masked-lm", BERT, {"accuracy", "perplexity"}),
+        ("seq2seq-lm", T5, {"accuracy", "perplexity"}),
+    ],
+)
+def test_ranks_learn_what_one_process_learns(
+    task: str, model: str, metrics: set[str], tmp_path: Path, ranks: RankPools
+) -> None:
+    import transformers
+
+    from shardwise.train.config.tasks import KINDS
+
+    written(tmp_path, task, model)
+    printed = ranks(2).run(train, str(tmp_path))[0]
+    alone, expected, evaluation = unsharded(configured(tmp_path))
+    run = tmp_path / "runs" / "run"
+    assert losses(run) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    found = lines(run / "evaluations.jsonl")[-1]
+    assert found.keys() == {"step", "loss", "tokens", *metrics}
+    assert found["tokens"] == evaluation.targets
+    assert found["loss"] == pytest.approx(evaluation.loss, rel=2e-3)
+    loaded = getattr(transformers, KINDS[task].auto).from_pretrained(run / "final").eval()  # type: ignore[index]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "final")
+    batch = dict(tokenizer(["so it is New York", "the fox"], padding=True, return_tensors="pt"))
+    batch.pop("token_type_ids", None)
+    if task == "seq2seq-lm":
+        batch["labels"] = tokenizer(["a", "b"], return_tensors="pt")["input_ids"]
+        assert "a sample" in printed
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**batch).logits, alone(**batch).logits, rtol=5e-3, atol=5e-3)
+    if task == "token-classification":
+        assert loaded.config.id2label == dict(enumerate(NAMES))
+
+
+def test_a_tag_is_that_of_a_words_first_token(tmp_path: Path) -> None:
+    written(tmp_path, "token-classification")
+    task = load_task(configured(tmp_path, "data.eval_fraction=0"))
+    batch = task.train.micro_batch([Draw(1, 0), Draw(99, 1)])
+    ids = batch.inputs["input_ids"][0].tolist()
+    assert bytes(ids[: batch.targets * 2 + 9]).startswith(b"so it Ann New York")
+    assert [label for label in batch.labels[0].tolist() if label != IGNORED] == [0, 0, 3, 1, 2]
+    assert batch.labels[0].tolist()[:3] == [0, IGNORED, 0]
+    assert (batch.labels[1] == IGNORED).all()  # a row that only fills up the batch
+
+
+def test_entities_are_counted_whole() -> None:
+    objective = tags_objective(tuple(NAMES))
+    assert isinstance(objective, Entities)
+    targets = torch.tensor([[1, 2, 0, 3, IGNORED], [2, 2, 3, 0, 0]])
+    logits = torch.nn.functional.one_hot(torch.tensor([[1, 0, 0, 3, 1], [2, 2, 3, 0, 1]]), 4).float()
+    # To be found: a place of two words and a name; a place that has no B, and a name. Found: half of the first place.
+    assert objective.scores(logits, targets).tolist() == [9, 7, 3, 5, 4]
+    assert objective.metrics(0.0, [9, 7, 3, 5, 4]) == {"accuracy": 7 / 9, "f1": pytest.approx(2 * 3 / 9)}
+    assert not isinstance(tags_objective(("NOUN", "VERB")), Entities)
+
+
+def test_what_is_hidden_depends_on_the_draw_alone(tmp_path: Path) -> None:
+    written(tmp_path, "masked-lm")
+    rows = load_task(configured(tmp_path)).train
+    both, one = rows.micro_batch([Draw(3, 7), Draw(1, 8)]), rows.micro_batch([Draw(1, 8)])
+    width = one.labels.shape[1]
+    assert (both.labels[1, :width] == one.labels[0]).all()
+    assert (both.inputs["input_ids"][1, :width] == one.inputs["input_ids"][0]).all()
+    later = rows.micro_batch([Draw(1, 9)])
+    assert (later.labels != one.labels).any()
+    for batch in (both, one, later):
+        hidden = batch.labels != IGNORED
+        assert hidden.any(axis=1).all()
+        assert batch.targets == hidden.sum()
+        assert hidden.mean() < 0.5
+
+
+def test_long_texts_become_several_rows_and_nothing_is_lost(tmp_path: Path) -> None:
+    written(tmp_path, "masked-lm")
+    Path("long.txt").write_text("".join(chr(97 + i % 26) for i in range(1000)))
+    task = load_task(configured(tmp_path, "data.source=long.txt"))
+    ids = np.concatenate([row["input_ids"] for row in [*task.train.encoded, *task.held_out.encoded]])  # type: ignore[attr-defined]
+    assert bytes(ids.tolist()).decode() == Path("long.txt").read_text()
+
+
+def test_the_tuned_model_writes_and_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a run of a task wrote is what `generate` and `plan` read."""
+    written(tmp_path, "seq2seq-lm", T5.replace("[model.config]", "[model.config]\nvocab_size = 320"))
+    train(str(tmp_path), "train.steps=1")
+    assert command(["generate", "runs/run/final", "--prompt", "the fox", "--max-new-tokens", "4"]) == 0
+    assert command(["plan", "--from", "run.toml", "--gpu", "cpu", "--gpus", "2", "--quick"]) == 0
+    assert "t5 configuration" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "reason"),
+    [
+        (
+            "token-classification",
+            {"tokens": ["a"], "tags": [0, 1]},
+            "rows.jsonl:1: tokens and tags must be lists",
+        ),
+        ("seq2seq-lm", {"text": "a"}, "rows need target or summary or completion; these have text"),
+        ("masked-lm", {"prompt": "a", "completion": "b"}, "masked-lm reads rows of text, not of conversations"),
+    ],
+)
+def test_rows_of_another_kind_are_named(task: str, row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    written(tmp_path, task)
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        load_task(configured(tmp_path, "data.source=rows.jsonl", "data.eval_fraction=0"))
+    with pytest.raises(ConfigError, match=f"data.document_mask is for causal language models, not for {task}"):
+        load_task(configured(tmp_path, "data.document_mask=true"))
