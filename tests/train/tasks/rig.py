@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -110,3 +111,17 @@ def sentences(rows: int, seed: int = 0) -> list[dict[str, Any]]:
         words = [chosen.choice(kinds[label].split()) for _ in range(chosen.randint(1, 6))]
         made.append({"text": " ".join([*words, "at night"]), "label": label})
     return made
+
+
+COLOURS = {"red": (200, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 200)}
+
+
+def picture(number: int) -> tuple[bytes, str]:
+    """Return a PNG of one colour with some noise, of its own size, and the colour's name."""
+    from PIL import Image
+
+    name = list(COLOURS)[number % 3]
+    noise = np.random.default_rng(number).integers(0, 40, (10 + number % 7, 12, 3))
+    file = io.BytesIO()
+    Image.fromarray((np.array(COLOURS[name]) + noise).astype(np.uint8)).save(file, "PNG")
+    return file.getvalue(), name

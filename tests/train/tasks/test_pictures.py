@@ -6,7 +6,6 @@ import io
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.data.micro_batch import IGNORED, Draw
 from shardwise.train.tasks.loading import load_task
 from tests.ranks import RankPools
-from tests.train.tasks.rig import RUN, configured, lines, losses, train, unsharded
+from tests.train.tasks.rig import RUN, configured, lines, losses, picture, train, unsharded
 
 datasets = pytest.importorskip("datasets")
 images = pytest.importorskip("PIL.Image")
@@ -35,16 +34,6 @@ source = "pictures.parquet"
 eval_fraction = 0.25
 {RUN.format(steps=10, more="")}
 """
-COLOURS = {"red": (200, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 200)}
-
-
-def picture(number: int) -> tuple[bytes, str]:
-    """Return a PNG of one colour with some noise, of its own size, and the colour's name."""
-    name = list(COLOURS)[number % 3]
-    noise = np.random.default_rng(number).integers(0, 40, (10 + number % 7, 12, 3))
-    file = io.BytesIO()
-    images.fromarray((np.array(COLOURS[name]) + noise).astype(np.uint8)).save(file, "PNG")
-    return file.getvalue(), name
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from shardwise.errors import ConfigError
 from shardwise.train.config.schema import Config
 from shardwise.train.config.tasks import DEFAULT, TaskName
-from shardwise.train.tasks import causal, pictures, text
+from shardwise.train.tasks import causal, conversations, pictures, text
 from shardwise.train.tasks.task import Task
 
 _LOADERS: Mapping[TaskName, Callable[[Config], Task]] = {
     "causal-lm": causal.load,
     "image-classification": pictures.image_classification,
+    "image-text-to-text": conversations.image_text_to_text,
     "masked-lm": text.masked_lm,
     "seq2seq-lm": text.seq2seq_lm,
     "sequence-classification": text.sequence_classification,

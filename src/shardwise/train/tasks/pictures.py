@@ -63,10 +63,10 @@ def image_classification(config: Config) -> Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pictures:
-    """The pictures of a table's column, as they are stored."""
+    """The pictures of a table's column, one or several in a row, as they are stored."""
 
     stored: Any
-    """A column of a `datasets.Dataset`: paths, bytes, or {"bytes", "path"}."""
+    """A column of a `datasets.Dataset`: paths, bytes, or {"bytes", "path"}; or lists of them."""
     keys: Sequence[str]
 
     @classmethod
@@ -74,24 +74,43 @@ class Pictures:
         import datasets
 
         rows = table.rows
-        if isinstance(rows.features[column], datasets.Image):
-            rows = rows.cast_column(column, datasets.Image(decode=False))
+        undecoded = datasets.Image(decode=False)
+        feature = rows.features[column]
+        if isinstance(feature, datasets.Image):
+            rows = rows.cast_column(column, undecoded)
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            rows = rows.cast_column(column, datasets.List(undecoded))
         return cls(rows[column], table.keys)
 
-    def open(self, row: int) -> Any:
-        """Return a picture as a `PIL.Image` in RGB. Raises ConfigError, which begins with the row's name, for what is
-        none."""
+    def count(self, row: int) -> int:
+        """Return the number of pictures of a row."""
+        return len(self._all(row))
+
+    def open(self, row: int) -> list[Any]:
+        """Return a row's pictures as `PIL.Image`s in RGB. Raises ConfigError, which begins with the row's name, for
+        what is none."""
         from PIL import Image
 
-        try:
-            with Image.open(self._source(row)) as picture:
-                return picture.convert("RGB")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{self.keys[row]}: not a picture that can be read: {one_line(error)}") from None
+        found = []
+        for value in self._all(row):
+            try:
+                with Image.open(self._source(row, value)) as picture:
+                    found.append(picture.convert("RGB"))
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{self.keys[row]}: not a picture that can be read: {one_line(error)}") from None
+        return found
 
     def sample(self, row: int) -> bytes:
-        """Return a part of a picture's bytes, and their number: enough to tell it from another one."""
-        source = self._source(row)
+        """Return a part of the bytes of a row's pictures, and their numbers: enough to tell them from others."""
+        return b"".join(self._sample(row, value) for value in self._all(row))
+
+    def _all(self, row: int) -> list[Any]:
+        value = self.stored[row]
+        values = value if isinstance(value, list) else [value]
+        return [one for one in values if one is not None]
+
+    def _sample(self, row: int, value: Any) -> bytes:
+        source = self._source(row, value)
         if isinstance(source, io.BytesIO):
             whole = source.getbuffer()
             return bytes(whole[:_SAMPLE_BYTES]) + str(len(whole)).encode()
@@ -101,9 +120,8 @@ class Pictures:
         except OSError as error:
             raise ConfigError(f"{self.keys[row]}: {source} cannot be read: {error.strerror}") from None
 
-    def _source(self, row: int) -> io.BytesIO | Path:
+    def _source(self, row: int, value: Any) -> io.BytesIO | Path:
         """Return where a picture's bytes are. A path may be relative to the working directory, or to the table's."""
-        value: Any = self.stored[row]
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, bytes):
@@ -139,7 +157,7 @@ class LabelledPictures:
         """Return the rows that were drawn, decoded and resized by the processor."""
         there = np.array([draw.row < len(self) for draw in draws])
         drawn = [draw.row if is_there else 0 for draw, is_there in zip(draws, there, strict=True)]
-        images = [self.pictures.open(self.rows[row]) for row in drawn]
+        images = [self.pictures.open(self.rows[row])[0] for row in drawn]
         arrays = dict(self.processor(images=images, return_tensors="np"))
         return batch_of({**arrays, "labels": [self.labels[row] for row in drawn]}, there)
 
@@ -155,11 +173,12 @@ def image_processor(model: ModelConfig) -> Any:
     size of pictures. Raises ConfigError if transformers has none for it."""
     from transformers import AutoConfig, AutoImageProcessor
 
+    auto: Any = AutoImageProcessor  # untyped
     named: Iterator[str] = (name for name in (model.directory, model.pretrained) if name is not None)
     for name in named:
         if any((local(name) / file).is_file() for file in _PROCESSOR):
             try:
-                return AutoImageProcessor.from_pretrained(local(name), local_files_only=True)
+                return auto.from_pretrained(local(name), local_files_only=True)
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{name}: its image processor cannot be loaded: {one_line(error)}") from None
     if model.config is not None:
@@ -175,6 +194,7 @@ def _of_type(config: Any) -> Any:
     """Return the image processor that transformers has for a configuration's type."""
     from transformers import AutoImageProcessor
 
+    auto: Any = AutoImageProcessor  # untyped
     size = getattr(config, "image_size", None)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     settings = {} if size is None else {"size": {"height": height, "width": width}}
@@ -182,7 +202,7 @@ def _of_type(config: Any) -> Any:
         config.save_pretrained(folder)
         Path(folder, _PROCESSOR[0]).write_text(json.dumps(settings), encoding="utf-8")
         try:
-            return AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+            return auto.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"transformers has no image processor for the type {config.model_type!r}: {one_line(error)[:160]}"
