@@ -158,6 +158,7 @@ class Trainer:
         self.evaluates_first = train.eval_every > 0
         """Whether to evaluate the model before the first step."""
         self.held_out = EvaluationBatches(self.task.held_out, share)
+        console.unit = "tokens" if self.task.shape.vocab_size else "rows"
         for line in self.task.says:
             console.say(line)
         saved = Checkpoints(RunDirectory(config.run_directory).checkpoints, config.checkpoint, ranks)

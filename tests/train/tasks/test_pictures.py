@@ -49,7 +49,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_learn_what_one_process_learns_and_final_sees_alike(tmp_path: Path, ranks: RankPools) -> None:
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-    ranks(2).run(train, str(tmp_path))
+    assert " rows/s" in ranks(2).run(train, str(tmp_path))[0]
     model, expected, evaluation = unsharded(configured(tmp_path))
     run = tmp_path / "runs" / "run"
     assert losses(run) == pytest.approx(expected, rel=1e-3, abs=1e-4)

@@ -80,6 +80,8 @@ class RunConsole:
             clock: returns seconds; plain lines are at least 5 s apart.
         """
         self.console = console if console is not None else Console(quiet=quiet, highlight=False)
+        self.unit = "tokens"
+        """What a step's number of tokens counts."""
         self._steps = steps
         self._every = every
         self._clock = clock
@@ -124,12 +126,14 @@ class RunConsole:
             return
         if self._live is not None:
             self._progress.update(self._task, completed=metrics.step)
-            self._live.update(Group(self._progress, Text(step_line(metrics)), Text(memory_line(metrics.memory))))
+            self._live.update(
+                Group(self._progress, Text(step_line(metrics, self.unit)), Text(memory_line(metrics.memory)))
+            )
         elif last or now - self._last_line_s >= _PLAIN_INTERVAL_S:
             self._last_line_s = now
             taken = metrics.step - self._steps_before
             left_s = (now - self._first_step_s) / taken * (self._steps - metrics.step)
-            self.say(f"step {metrics.step}/{self._steps}  {step_line(metrics)}  left {_duration(left_s)}")
+            self.say(f"step {metrics.step}/{self._steps}  {step_line(metrics, self.unit)}  left {_duration(left_s)}")
 
     def evaluated(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
         """Print the held-out loss and metrics after `step` steps."""
@@ -176,12 +180,12 @@ class RunConsole:
         self.say(f"step: {outlook.step_time_s:.3f} s planned, {step_time_s:.3f} s measured (median, {change:+.0%})")
 
 
-def step_line(metrics: StepMetrics) -> str:
-    """Return a step's metrics as text, without the step's number."""
+def step_line(metrics: StepMetrics, unit: str = "tokens") -> str:
+    """Return a step's metrics as text, without the step's number. unit: what `metrics.tokens` counts."""
     norm = "" if metrics.grad_norm is None else f"grad norm {metrics.grad_norm:.2f}  "
     return (
         f"loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  {norm}"
-        f"{metrics.tokens_per_s:,.0f} tokens/s  rank 0: {format_bytes(sum(filter(None, metrics.memory.values())))}"
+        f"{metrics.tokens_per_s:,.0f} {unit}/s  rank 0: {format_bytes(sum(filter(None, metrics.memory.values())))}"
     )
 
 
