@@ -26,7 +26,7 @@ BENCHMARKS = {
         "exposed_changes",
     ),
     "less_memory": ("offload", "offload_15b", "less_state", "few_bits", "lora_memory", "whole_matrix", "generate"),
-    "doors": ("integrations", "fsdp2_tests", "torchtitan_llama", "jax_step", "hub", "export"),
+    "doors": ("integrations", "fsdp2_tests", "torchtitan_llama", "jax_step", "hub", "export", "missions"),
     "accelerator": ("gpu",),
 }
 """By room; each is a module with `main`, which takes its options from `sys.argv` and returns a status or None."""
