@@ -112,6 +112,19 @@ def test_ranks_learn_what_one_process_learns(
         assert loaded.config.id2label == dict(enumerate(NAMES))
 
 
+@pytest.mark.parametrize(("task", "model"), [("masked-lm", BERT), ("seq2seq-lm", T5)])
+def test_a_run_goes_on_with_the_same_rows_on_other_ranks(
+    task: str, model: str, tmp_path: Path, ranks: RankPools
+) -> None:
+    written(tmp_path, task, model)
+    steps = ("checkpoint.every=3", "train.schedule=constant", "data.eval_fraction=0")
+    train(str(tmp_path), *steps, "log.name=whole")
+    ranks(2).run(train, str(tmp_path), *steps, "train.steps=3", "log.name=parts")
+    train(str(tmp_path), *steps, "log.name=parts")
+    whole, parts = (losses(tmp_path / "runs" / name) for name in ("whole", "parts"))
+    assert parts == pytest.approx(whole, rel=1e-4)
+
+
 def test_a_tag_is_that_of_a_words_first_token(tmp_path: Path) -> None:
     written(tmp_path, "token-classification")
     task = load_task(configured(tmp_path, "data.eval_fraction=0"))
