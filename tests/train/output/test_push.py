@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise import hub
 from shardwise.checkpoint import convert
 from shardwise.errors import CheckpointError, HubError
-from shardwise.train.output.push import push
+from shardwise.train.output.push import card, push
 
 CONFIG = """
 [model]
@@ -75,6 +75,22 @@ def test_a_run_s_model_and_its_card(tmp_path: Path, uploads: list[tuple[str, Map
     ):  # fmt: skip
         assert said in card, card
     assert "lora" not in card
+
+
+def test_the_card_of_a_classifier_of_pictures(tmp_path: Path) -> None:
+    final = tmp_path / "run" / "final"
+    final.mkdir(parents=True)
+    (tmp_path / "run/config.toml").write_text('[model]\npath = "org/base"\ntask = "image-classification"\n')
+    (tmp_path / "run/evaluations.jsonl").write_text('{"step": 2, "loss": 0.25, "rows": 8, "accuracy": 0.875}\n')
+    (final / "config.json").write_text('{"model_type": "vit"}')
+    (final / "preprocessor_config.json").write_text("{}")
+    text = card(final, "me/mine")
+    for said in (
+        "pipeline_tag: image-classification", "| 2 | 0.2500 | held out (accuracy 0.875) |",
+        "from transformers import AutoImageProcessor, AutoModelForImageClassification",
+        'AutoModelForImageClassification.from_pretrained("me/mine")', 'AutoImageProcessor.from_pretrained("me/mine")',
+    ):  # fmt: skip
+        assert said in text, text
 
 
 def test_a_directory_that_no_run_wrote(tmp_path: Path, uploads: list[tuple[str, Mapping[str, Any], bool]]) -> None:

@@ -27,18 +27,24 @@ class Kind(NamedTuple):
     """transformers' Auto class of its models."""
     classes: str
     """transformers' table of their classes by model type, in `transformers.models.auto.modeling_auto`."""
+    pipeline: str
+    """A hub's name of what its models are for."""
     peft: str | None = None
     """PEFT's `TaskType`, if it has one."""
 
 
 KINDS: Mapping[TaskName, Kind] = {
-    "causal-lm": Kind("AutoModelForCausalLM", "CAUSAL_LM", "CAUSAL_LM"),
-    "masked-lm": Kind("AutoModelForMaskedLM", "MASKED_LM"),
-    "seq2seq-lm": Kind("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQ_2_SEQ_LM"),
-    "sequence-classification": Kind("AutoModelForSequenceClassification", "SEQUENCE_CLASSIFICATION", "SEQ_CLS"),
-    "token-classification": Kind("AutoModelForTokenClassification", "TOKEN_CLASSIFICATION", "TOKEN_CLS"),
-    "image-classification": Kind("AutoModelForImageClassification", "IMAGE_CLASSIFICATION"),
-    "image-text-to-text": Kind("AutoModelForImageTextToText", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"),
+    "causal-lm": Kind("AutoModelForCausalLM", "CAUSAL_LM", "text-generation", "CAUSAL_LM"),
+    "masked-lm": Kind("AutoModelForMaskedLM", "MASKED_LM", "fill-mask"),
+    "seq2seq-lm": Kind("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM", "text2text-generation", "SEQ_2_SEQ_LM"),
+    "sequence-classification": Kind(
+        "AutoModelForSequenceClassification", "SEQUENCE_CLASSIFICATION", "text-classification", "SEQ_CLS"
+    ),
+    "token-classification": Kind(
+        "AutoModelForTokenClassification", "TOKEN_CLASSIFICATION", "token-classification", "TOKEN_CLS"
+    ),
+    "image-classification": Kind("AutoModelForImageClassification", "IMAGE_CLASSIFICATION", "image-classification"),
+    "image-text-to-text": Kind("AutoModelForImageTextToText", "IMAGE_TEXT_TO_TEXT", "image-text-to-text", "CAUSAL_LM"),
 }
 CLASSIFIES = frozenset({"sequence-classification", "token-classification", "image-classification"})
 """Tasks whose models have a head with as many outputs as there are labels."""

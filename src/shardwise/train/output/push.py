@@ -15,6 +15,7 @@ from shardwise.checkpoint.format.tensor_files import ADAPTER, ADAPTER_CONFIG, MO
 from shardwise.errors import CheckpointError, HubError
 from shardwise.suggest import nearest_path
 from shardwise.train.config.schema import Config
+from shardwise.train.config.tasks import DEFAULT, KINDS, TaskName, task_for
 from shardwise.train.run.directory import RunDirectory
 
 CARD = "README.md"
@@ -114,12 +115,17 @@ def card(directory: Path, name: str) -> str:
     base = _base(directory, config, adapter)
     data = config.get("data", {})
     sources = [one["source"] for one in data.get("sources", [data]) if "source" in one]
-    sections = [_head(base, sources, adapter, (directory / "config.json").exists()), f"# {name}", ""]
+    task = _task(directory, config)
+    sections = [_head(base, sources, adapter, (directory / "config.json").exists(), task), f"# {name}", ""]
     what = "A LoRA adapter" if adapter else "A model"
     sections.append(f"{what} trained with shardwise {version('shardwise')}, from {base or 'random weights'}.")
     if sources:
         sections.append(f"Data: {', '.join(f'`{source}`' for source in sources)}.")
-    sections += [*_settings(config), *([] if run is None else _losses(run)), *_loading(directory, name, adapter)]
+    sections += [
+        *_settings(config),
+        *([] if run is None else _losses(run)),
+        *_loading(directory, name, (base or "the base") if adapter else None, task),
+    ]
     return "\n".join(sections) + "\n"
 
 
@@ -133,7 +139,15 @@ def _base(directory: Path, config: Mapping[str, Any], adapter: bool) -> str | No
     return None if weights == "random" else model.get("path") if weights == "path" else str(weights)
 
 
-def _head(base: str | None, sources: Sequence[str], adapter: bool, is_transformers: bool) -> str:
+def _task(directory: Path, config: Mapping[str, Any]) -> TaskName:
+    """Return the task that a model was trained for: the run's, or else that of its class."""
+    task: TaskName | None = config.get("model", {}).get("task")
+    if task is not None or not (directory / "config.json").exists():
+        return task or DEFAULT
+    return task_for(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+
+
+def _head(base: str | None, sources: Sequence[str], adapter: bool, is_transformers: bool, task: TaskName) -> str:
     """Return the metadata that the hub reads."""
     found: dict[str, str] = {}
     model = None if base is None else hub.hub_name(base)
@@ -145,9 +159,15 @@ def _head(base: str | None, sources: Sequence[str], adapter: bool, is_transforme
         found["datasets"] = f"[{', '.join(name.repository for name in named)}]"
     if adapter or is_transformers:
         found["library_name"] = "peft" if adapter else "transformers"
-        found["pipeline_tag"] = "text-generation"
+        found["pipeline_tag"] = KINDS[task].pipeline
     found["tags"] = "[shardwise]"
     return "\n".join(["---", *(f"{key}: {value}" for key, value in found.items()), "---", ""])
+
+
+_READERS = {"processor_config.json": "AutoProcessor", "preprocessor_config.json": "AutoImageProcessor"}
+"""transformers' Auto class of what reads pictures, by its file; the first that is there counts."""
+_OF_PEFT = frozenset({"causal-lm", "seq2seq-lm"})
+"""Tasks whose models and adapters PEFT loads in one call."""
 
 
 def _settings(config: Mapping[str, Any]) -> list[str]:
@@ -165,10 +185,16 @@ def _losses(run: Path) -> list[str]:
     directory = RunDirectory(run)
     steps, held_out = _lines(directory.metrics), _lines(directory.evaluations)
     rows = [f"| {line['step']} | {line['loss']:.4f} | training |" for line in (*steps[:1], *steps[1:][-1:])]
-    rows += [f"| {line['step']} | {line['loss']:.4f} | held out |" for line in held_out]
+    rows += [f"| {line['step']} | {line['loss']:.4f} | held out{_metrics(line)} |" for line in held_out]
     if not rows:
         return []
-    return ["", "## Losses", "", "In nats per token.", "", "| step | loss | on |", "|---|---|---|", *rows]
+    return ["", "## Losses", "", "In nats per target.", "", "| step | loss | on |", "|---|---|---|", *rows]
+
+
+def _metrics(line: Mapping[str, Any]) -> str:
+    """Return the metrics of an evaluation in words; empty without any."""
+    found = {name: value for name, value in line.items() if name != "loss" and isinstance(value, float)}
+    return f" ({', '.join(f'{name} {value:.4g}' for name, value in found.items())})" if found else ""
 
 
 def _lines(log: Path) -> list[dict[str, Any]]:
@@ -178,13 +204,22 @@ def _lines(log: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _loading(directory: Path, name: str, adapter: bool) -> list[str]:
-    if adapter:
-        lines = ["from peft import AutoPeftModelForCausalLM", ""]
-        lines.append(f'model = AutoPeftModelForCausalLM.from_pretrained("{name}")')
+def _loading(directory: Path, name: str, base: str | None, task: TaskName) -> list[str]:
+    """Return how to load a model. base: that of an adapter."""
+    auto, adapter = KINDS[task].auto, base is not None
+    if adapter and task in _OF_PEFT:
+        whole = auto.replace("Auto", "AutoPeft", 1)
+        lines = [f"from peft import {whole}", "", f'model = {whole}.from_pretrained("{name}")']
+    elif adapter:
+        lines = ["from peft import PeftModel", f"from transformers import {auto}", ""]
+        lines.append(f'model = PeftModel.from_pretrained({auto}.from_pretrained("{base}"), "{name}")')
     elif (directory / "config.json").exists():
-        lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-        lines.append(f'model = AutoModelForCausalLM.from_pretrained("{name}")')
+        reader = next((reader for file, reader in _READERS.items() if (directory / file).exists()), "AutoTokenizer")
+        imports = ", ".join(sorted([auto, reader]))
+        lines = [f"from transformers import {imports}", "", f'model = {auto}.from_pretrained("{name}")']
+        if reader != "AutoTokenizer":
+            lines.append(f'processor = {reader}.from_pretrained("{name}")')
+            return ["", "## How to load it", "", "```python", *lines, "```"]
     else:
         lines = ["from huggingface_hub import hf_hub_download", "from safetensors.torch import load_file", ""]
         lines.append(f'state = load_file(hf_hub_download("{name}", "{hub.SINGLE}"))')
