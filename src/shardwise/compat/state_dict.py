@@ -351,7 +351,7 @@ def _check_shape(name: str, full: Any, target: Tensor) -> None:
 @torch.no_grad()
 def _write(full: Tensor, target: Tensor) -> None:
     if isinstance(target, ShardedParameter):
-        target.write(full.reshape(-1)[target.fragment.start : target.fragment.stop])
+        target.write(target.placement.piece(full))
     else:
         target.copy_(full)
 

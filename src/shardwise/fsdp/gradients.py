@@ -108,6 +108,7 @@ class UnitGradients:
             self._observer(grad)
         if grad.is_sparse:
             grad = grad.to_dense()
+        grad = self.groups[key[0]].own_gradient(key[1], grad)
         self._used[key] += 1
         if self.slot is None:
             is_first = key not in self._late

@@ -104,9 +104,8 @@ class _Copy(Elementwise):
         target, whole = args[:2]
         into_sharded = isinstance(target, ShardedParameter) and not isinstance(whole, ShardedParameter)
         if into_sharded and target.ndim and whole.shape == target.shape:
-            fragment = target.fragment
             piece = target.local
-            piece.copy_(whole.reshape(-1)[fragment.start : fragment.stop], *args[2:], **kwargs)
+            piece.copy_(target.placement.piece(whole), *args[2:], **kwargs)
             torch.autograd.graph.increment_version(piece)
             return target
         return super().__call__(func, args, kwargs)
@@ -253,6 +252,8 @@ _BY_NAME: dict[str, Handler] = {
 # waits for a device.
 
 HALF = (torch.float16, torch.bfloat16)
+Groups = tuple[Collectives, ...]
+"""Those over which the elements of a tensor are spread (`Placement.groups`)."""
 LocalNorms = Callable[[Sequence[Tensor], float, torch.dtype | None], Sequence[Tensor]]
 by_class: dict[type[Tensor], LocalNorms] = {}
 """What forms the norms of a class's pieces that are not simply in memory, as `norms_of_pieces` does."""
@@ -303,35 +304,35 @@ def global_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | N
     """
     if order < 0:
         raise UsageError(f"norms of negative order ({order}) of sharded tensors are not supported")
-    groups = [_exchanging(t.placement.shard_group) if isinstance(t, ShardedParameter) else None for t in tensors]
+    groups = [_exchanging(t.placement.groups) if isinstance(t, ShardedParameter) else () for t in tensors]
     is_plain = [not isinstance(t, ShardedParameter) for t in tensors]
     pieces = [t if plain or type(t) in by_class else t.local for t, plain in zip(tensors, is_plain, strict=True)]  # type: ignore[attr-defined]
-    first = next((group for group in groups if group is not None), None)
-    kinds: dict[tuple[Collectives | None, torch.dtype, torch.device], list[int]] = {}
+    first = next((of_tensor for of_tensor in groups if of_tensor), ())
+    kinds: dict[tuple[Groups, torch.dtype, torch.device], list[int]] = {}
     for i, piece in enumerate(pieces):
-        group = first if is_plain[i] else groups[i]
-        kinds.setdefault((group, stored_dtype(piece), stored_device(piece)), []).append(i)
+        of_tensor = first if is_plain[i] else groups[i]
+        kinds.setdefault((of_tensor, stored_dtype(piece), stored_device(piece)), []).append(i)
     norms: list[Tensor] = []
-    by_group: dict[Collectives, list[Tensor]] = {}
-    for (group, _, _), where in kinds.items():
-        has_plain = group is None or group.rank == 0
+    combined: dict[Groups, list[Tensor]] = {}
+    for (over, _, _), where in kinds.items():
+        has_plain = all(group.rank == 0 for group in over)
         counted = [(i, pieces[i]) for i in where if has_plain or not is_plain[i]]
         held = [i for i, p in counted if (p.fragment.numel if isinstance(p, ShardedParameter) else p.numel())]
         norms.append(_local_norms(pieces, where, held, order, dtype))
-        if group is not None:
-            norms[-1] = on_device_of(group, norms[-1])
-            by_group.setdefault(group, []).append(norms[-1])
-    for group, of_group in by_group.items():
-        _combine_norms(group, of_group, order)
+        if over:
+            norms[-1] = on_device_of(over[0], norms[-1])
+            combined.setdefault(over, []).append(norms[-1])
+    for over, partial in combined.items():
+        _combine_norms(over, partial, order)
     return [
         Norms(where, values.to(device, dtype or (kind if kind in HALF else values.dtype)))
         for ((_, kind, device), where), values in zip(kinds.items(), norms, strict=True)
     ]
 
 
-def _exchanging(group: Collectives) -> Collectives | None:
-    """Return the group, or None if it is of one rank and has nothing to exchange."""
-    return group if group.world_size > 1 else None
+def _exchanging(groups: Groups) -> Groups:
+    """Return those groups that have something to exchange: not those of one rank."""
+    return tuple([group for group in groups if group.world_size > 1])
 
 
 def on_device_of(group: Collectives, values: Tensor) -> Tensor:
@@ -374,17 +375,19 @@ def _wide(kind: torch.dtype, dtype: torch.dtype | None) -> torch.dtype | None:
     return torch.float32 if (dtype or kind) in HALF else dtype
 
 
-def _combine_norms(group: Collectives, norms: Sequence[Tensor], order: float) -> None:
+def _combine_norms(groups: Groups, norms: Sequence[Tensor], order: float) -> None:
     """Turn norms of pieces into those of the whole tensors, in place. Each tensor is 1-D; their dtypes may differ."""
     if order == math.inf:
         dtype = functools.reduce(torch.promote_types, [values.dtype for values in norms])
         totals, root = _joined(norms, dtype).abs_(), 1.0
         # As integers: numbers without a sign keep their order, and NaN, which a maximum may drop, is the greatest.
-        group.all_reduce(totals.view(torch.int64 if dtype.itemsize == 8 else torch.int32), "max").wait()
+        for group in groups:
+            group.all_reduce(totals.view(torch.int64 if dtype.itemsize == 8 else torch.int32), "max").wait()
     else:
         power = order or 1.0
         totals, root = _joined(norms, accelerators.widest_float(norms[0].device)).pow(power), 1 / power
-        group.all_reduce(totals, "sum").wait()
+        for group in groups:
+            group.all_reduce(totals, "sum").wait()
     parts = totals.split([len(values) for values in norms]) if len(norms) > 1 else [totals]
     for values, total in zip(norms, parts, strict=True):
         if total is not values:

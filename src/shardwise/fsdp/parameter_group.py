@@ -207,14 +207,14 @@ class Group:
         self.counter = self._allocate_shard(storage)
         for index, original in enumerate(self.originals):
             fragment = self.layout.fragment(index, self.collectives.rank)
-            placement = Placement(self.layout, index, self.collectives)
+            placement = self.placement_of(index)
             sharded = self._sharded_parameter(placement, original.requires_grad)
             full = original if not fragment.numel or values is None else values(self.fqns[index])
             if fragment.numel and full is not None:
                 sharded.write(full.detach().reshape(-1)[fragment.start : fragment.stop])
             sharded._is_param = True
             placeholder = placeholder_of(original.shape, self.dtypes.compute, device)
-            leaf = leaf_of(original, placeholder)
+            leaf = self.make_leaf(original, placeholder)
             sharded.unsharded = leaf
             sharded.take_grad_hooks(leaf)
             setattr(leaf, SHARDED_ATTRIBUTE, sharded)
@@ -231,6 +231,14 @@ class Group:
         numel = self.dtypes.stored_numel(self.layout.shard_numel)
         self._shard = torch.zeros(numel, dtype=self.dtypes.stored, device=self.device) if storage is None else storage
         return self._shard
+
+    def placement_of(self, index: int) -> Placement:
+        """Return the place of a parameter, by its position in the group."""
+        return Placement(self.layout, index, self.collectives)
+
+    def make_leaf(self, original: nn.Parameter, placeholder: Tensor) -> nn.Parameter:
+        """Return the leaf that modules compute with; see `leaf_of`."""
+        return leaf_of(original, placeholder)
 
     def _sharded_parameter(self, placement: Placement, requires_grad: bool) -> ShardedParameter:
         """Make the sharded parameter over its piece of the shard."""
@@ -266,8 +274,11 @@ class Group:
 
     def point_at_placeholders(self) -> None:
         """Point the leaves at one NaN each, expanded to the full shape."""
-        for leaf, placeholder in zip(self.leaves, self._placeholders, strict=True):
-            leaf.data = placeholder
+        self.point_at(self._placeholders)
+
+    def own_gradient(self, index: int, grad: Tensor) -> Tensor:
+        """Return what the reduce slot collects of a leaf's gradient."""
+        return grad
 
     def follow_requires_grad(self) -> bool:
         """Carry `requires_grad_()` calls over from sharded parameters to leaves. Returns whether anything changed."""

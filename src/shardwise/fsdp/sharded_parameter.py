@@ -61,21 +61,48 @@ class Placement:
         """This rank's piece."""
         return self.layout.fragment(self.index, self.shard_group.rank)
 
+    # Extensions whose shard group holds only a part of the tensor override what follows.
+
+    @property
+    def groups(self) -> tuple[Collectives, ...]:
+        """Groups of ranks over which the elements are spread: a reduction over all elements is one over each group in
+        turn."""
+        return (self.shard_group,)
+
+    @property
+    def spread(self) -> object:
+        """What is equal for tensors whose shard groups hold the same part of them."""
+        return None
+
+    def piece(self, full: Tensor) -> Tensor:
+        """Return this rank's piece of a tensor of the global shape: 1-D, row-major."""
+        own = self.fragment
+        return full.reshape(-1)[own.start : own.stop]
+
+    def unsharded(self, flat: Tensor) -> Tensor:
+        """Return the tensor that modules compute with, given the elements that the shard group holds, 1-D: a view."""
+        return flat.view(self.shape)
+
+    def whole(self, flat: Tensor) -> Tensor:
+        """Return the whole tensor, plain and of the global shape, given the elements that the shard group holds, 1-D.
+        Every rank of all groups must call this."""
+        return flat.view(self.shape)
+
 
 def same_cut(a: Placement, b: Placement) -> bool:
     """Whether two tensors have the same shape, and the same elements on every rank. All ranks get the same answer, so
     that all of them raise or none."""
     if a is b:
         return True
-    if a.shape != b.shape or a.layout.world_size != b.layout.world_size:
+    if a.shape != b.shape or a.layout.world_size != b.layout.world_size or a.spread != b.spread:
         return False
     start_a, start_b = (placement.layout.entries[placement.index].start for placement in (a, b))
     return a.layout.world_size == 1 or (start_a == start_b and a.layout.shard_numel == b.layout.shard_numel)
 
 
 def gather_fragments(placement: Placement, local: Tensor) -> Tensor:
-    """Return the whole of a tensor of which each rank has its piece `local`. Every rank of the shard group must call
-    this. It is on the device of `local`."""
+    """Return the elements that a shard group holds of a tensor, 1-D, given each rank's piece `local`. Every rank of the
+    group must call this. They are on the device of `local`."""
     group, own = placement.shard_group, placement.fragment
     device = group.device if local.device == accelerators.CPU else local.device  # state of a step on the host
     flat = torch.empty(placement.layout.entries[placement.index].numel, dtype=local.dtype, device=device)
@@ -84,7 +111,7 @@ def gather_fragments(placement: Placement, local: Tensor) -> Tensor:
         piece = placement.layout.fragment(placement.index, rank)
         if piece.numel:
             group.broadcast(flat[piece.start : piece.stop], rank)
-    return flat.view(placement.shape).to(local.device)
+    return flat.to(local.device)
 
 
 # Sharded parameters ---------------------------------------------------------------------------------------------------
@@ -221,12 +248,16 @@ class ShardedParameter(Tensor):
         return self if self.unit is not None else self._origin
 
     def full_tensor(self) -> Tensor:
-        """Return the whole, as a new plain tensor of the global shape. Every rank of the shard group must call this.
+        """Return the whole, as a new plain tensor of the global shape. Every rank that holds a part must call this.
 
         For inspecting a tensor, not for training. Costs one collective for each rank that has some of the tensor. A
         model's parameters that are requested in the order of `named_parameters` cost one collective per unit, and
         meanwhile the memory of one unit and those around it (`extensions/unit_gather.py`).
         """
+        return self.placement.whole(self.gather_flat())
+
+    def gather_flat(self) -> Tensor:
+        """Return the elements that the shard group holds: new, 1-D. Every rank of the shard group must call this."""
         return gather_fragments(self.placement, self.peek().detach())
 
     def peek(self) -> Tensor:

@@ -55,7 +55,7 @@ def _opened(engine: Engine, within: set[int], writeback: bool, on_cpu: bool | No
     opened = _standing(engine, within)
     copies: list[tuple[ShardedParameter, nn.Parameter, Sequence[Site]]] = []
     for sharded, sites in opened:
-        full = sharded.full_tensor()
+        full = sharded.placement.unsharded(sharded.gather_flat())
         if on_cpu is not None:
             full = full.cpu() if on_cpu else full
             copies.append((sharded, nn.Parameter(full, requires_grad=sharded.requires_grad), sites))
@@ -68,7 +68,7 @@ def _opened(engine: Engine, within: set[int], writeback: bool, on_cpu: bool | No
             for sharded, copied, sites in copies:
                 _put(sites, copied, sharded)
             for sharded, copied, _ in copies if writeback else ():
-                sharded.write(copied.detach().reshape(-1)[sharded.fragment.start : sharded.fragment.stop])
+                sharded.write(sharded.placement.piece(copied.detach()))
 
 
 def _standing(engine: Engine, within: set[int]) -> list[tuple[ShardedParameter, Sequence[Site]]]:

@@ -370,8 +370,7 @@ class WholeMatrixOptimizer(Optimizer):
                 f"the optimizer's state {name!r} of {placement.fqn!r} has another owner, or was cut into pieces: save "
                 "and load with sw.checkpoint"
             )
-        whole = value.reshape(-1)[placement.fragment.start : placement.fragment.stop]
-        return ShardedParameter(whole.to(parameter.device, copy=True), placement)
+        return ShardedParameter(placement.piece(value).to(parameter.device, copy=True), placement)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise UsageError once the optimizer is built."""

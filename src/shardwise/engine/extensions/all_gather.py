@@ -109,16 +109,14 @@ class ExtendedGroup(Group):
     def shard_parameters(
         self, device: torch.device, storage: Tensor | None = None, values: Values | None = None
     ) -> None:
-        """Like `Group.shard_parameters`, but with the leaf that the class made."""
+        """As `Group.shard_parameters`."""
         original = getattr(self.originals[0], EXTENDED)
         super().shard_parameters(device, storage, values)
-        [sharded] = self.sharded
-        sharded.unsharded = self._leaf
-        sharded.take_grad_hooks(self._leaf)
-        for plain in (self._leaf, original):
-            setattr(plain, SHARDED_ATTRIBUTE, sharded)
-        self.leaves = [self._leaf]
-        self._places = [(module, name, self._leaf, sharded) for module, name, _, _ in self._places]
+        setattr(original, SHARDED_ATTRIBUTE, self.sharded[0])
+
+    def make_leaf(self, original: nn.Parameter, placeholder: Tensor) -> nn.Parameter:
+        """Return the leaf that the class made."""
+        return self._leaf
 
     @torch.no_grad()
     def pre_all_gather(self, place: Tensor, piece: Tensor) -> None:

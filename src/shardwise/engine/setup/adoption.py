@@ -19,7 +19,6 @@ from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.mesh import Mesh, build_mesh, spans_of
 from shardwise.fsdp.modules import UnitPlan
 from shardwise.fsdp.shard import Seams
-from shardwise.fsdp.sharded_parameter import Placement
 from shardwise.fsdp.strategy import Precision, Strategy
 from shardwise.fsdp.unit import Unit
 
@@ -131,7 +130,7 @@ def _rebase(unit: Unit, names: Mapping[nn.Module, str], collectives: Collectives
         group.layout = replace(group.layout, entries=tuple(replace(entry, fqn=fqn) for entry, fqn in entries))
         for tensors in (group.sharded, group.gradients.by_parameter):
             for index, tensor in enumerate(tensors):
-                tensor.placement = Placement(group.layout, index, collectives)
+                tensor.placement = group.placement_of(index)
     unit.parameters.move_to(collectives)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +34,11 @@ from shardwise.fsdp.unit import Unit
 from shardwise.policy.checks import check_count, checked_align, checked_precision, checked_resharding
 from shardwise.policy.offload import Offload
 from shardwise.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from shardwise.engine.setup.group_kinds import ExtendedGroups
+    from shardwise.engine.setup.offloading import OffloadedGroups
+    from shardwise.engine.setup.tensor_parallel import TensorParallelGroups
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
@@ -149,12 +154,7 @@ def _seams(
 
         offloaded = OffloadedGroups(offload, precision)
         seams.materialise = offloaded.wrap(seams.materialise)
-    if any(hasattr(parameter, "fsdp_pre_all_gather") for parameter in model.parameters()):
-        from shardwise.engine.setup.group_kinds import ExtendedGroups
-
-        extended = ExtendedGroups(offloaded)
-        seams.kinds.append(extended)
-        seams.reviews.append(extended.stand_in)
+    _take_subclasses(seams, model, offloaded)
     seams.reviews.append(check_admissible)
     if not adopts:
         seams.reviews.append(_check_anything)
@@ -169,6 +169,23 @@ def _seams(
     if offloaded is not None:
         seams.kinds.append(offloaded)
     return seams
+
+
+def _take_subclasses(seams: Seams, model: nn.Module, offloaded: OffloadedGroups | None) -> None:
+    """Add the kinds of groups that tensor subclasses among the parameters need."""
+    kinds: list[ExtendedGroups | TensorParallelGroups] = []
+    if any(hasattr(parameter, "fsdp_pre_all_gather") for parameter in model.parameters()):
+        from shardwise.engine.setup.group_kinds import ExtendedGroups
+
+        kinds.append(ExtendedGroups(offloaded))
+    if any(hasattr(parameter, "_local_tensor") for parameter in model.parameters()):  # DTensors
+        from shardwise.engine.setup.tensor_parallel import TensorParallelGroups
+
+        if offloaded is not None:
+            raise ConfigError("offload of DTensors is not supported: leave offload out, or tensor parallelism")
+        kinds.append(TensorParallelGroups())
+    seams.kinds += kinds
+    seams.reviews += [kind.stand_in for kind in kinds]
 
 
 def _put_in_charge(model: nn.Module, engine: Engine) -> None:

@@ -133,8 +133,8 @@ class FewBitsParameter(ShardedParameter):
         """`local`."""
         return self.local
 
-    def full_tensor(self) -> Tensor:
-        """See `ShardedParameter.full_tensor`."""
+    def gather_flat(self) -> Tensor:
+        """See `ShardedParameter.gather_flat`."""
         return gather_fragments(self.placement, self.local)
 
     def without_autograd(self) -> Self:

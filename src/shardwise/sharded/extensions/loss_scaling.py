@@ -34,6 +34,6 @@ def agree(gradients: Sequence[Tensor], found_inf: Tensor) -> None:
     """Let an inf or NaN that one rank found be found by all: one `all_reduce` of a number in each shard group. Replicas
     hold equal gradients, so they find the same without communication."""
     sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedParameter)]
-    for group in dict.fromkeys(gradient.placement.shard_group for gradient in sharded):
+    for group in dict.fromkeys(group for gradient in sharded for group in gradient.placement.groups):
         if group.world_size > 1:
             group.all_reduce(found_inf, "max").wait()

@@ -44,8 +44,7 @@ def _cut(parameter: ShardedParameter, name: str, value: Any, place: Place | None
     if not isinstance(value, Tensor) or name in NUMBERS:
         return value
     if value.shape == placement.shape:
-        fragment = placement.fragment
-        piece = value.detach().reshape(-1)[fragment.start : fragment.stop]
+        piece = placement.piece(value.detach())
         return ShardedParameter(piece.to(parameter.device, copy=True), placement)
     if value.ndim <= 1 and value.numel() == 1:
         return value

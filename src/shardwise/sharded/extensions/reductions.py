@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from shardwise import accelerators
 from shardwise.errors import NotOnPiecesError, UsageError
 from shardwise.fsdp.collectives import Collectives
-from shardwise.fsdp.operations import HALF, arguments_by_name, global_norms, on_device_of
+from shardwise.fsdp.operations import HALF, Groups, arguments_by_name, global_norms, on_device_of
 from shardwise.fsdp.sharded_parameter import Handler, ShardedParameter, register_operations, same_cut
 from shardwise.sharded.extensions.read_whole import trains
 
@@ -50,10 +50,15 @@ def _handler(func: OpOverload) -> Handler | None:
     return None if reduce is None else _whole(reduce)
 
 
-def _combine(group: Collectives, partials: Tensor, op: str) -> Tensor:
-    """Combine `partials` elementwise over the group. `max` propagates NaN, which backends do not promise."""
-    if group.world_size == 1:
-        return partials
+def _combine(groups: Groups, partials: Tensor, op: str) -> Tensor:
+    """Combine `partials` elementwise over the groups. `max` propagates NaN, which backends do not promise."""
+    for group in groups:
+        if group.world_size > 1:
+            partials = _combined(group, partials, op)
+    return partials
+
+
+def _combined(group: Collectives, partials: Tensor, op: str) -> Tensor:
     where, partials = partials.device, on_device_of(group, partials)
     if op == "sum" or not partials.is_floating_point():
         group.all_reduce(partials, op).wait()
@@ -93,7 +98,7 @@ def _equal(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if not same_cut(one.placement, other.placement):
         return torch.equal(one.full_tensor(), other.full_tensor())
     differs = torch.tensor(not torch.equal(one.peek(), other.peek()), dtype=torch.int64, device=one.device)
-    return not _combine(one.placement.shard_group, differs, "max").item()
+    return not _combine(one.placement.groups, differs, "max").item()
 
 
 def _dot(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -102,7 +107,7 @@ def _dot(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     one, other = args
     _both_sharded(func, one, other)
     pieces = one.peek(), other.peek()
-    group: Collectives = one.placement.shard_group
+    groups = one.placement.groups
     if one.shape != other.shape or pieces[0].dtype != pieces[1].dtype:
         raise UsageError(
             f"{func} of {one.fqn!r} {tuple(one.shape)} in {pieces[0].dtype} and {other.fqn!r} {tuple(other.shape)} in "
@@ -110,13 +115,13 @@ def _dot(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         )
     if not same_cut(one.placement, other.placement):
         return func(one.full_tensor(), other.full_tensor())  # type: ignore[no-any-return]
-    if group.world_size == 1:
+    if all(group.world_size == 1 for group in groups):
         return func(*pieces)  # type: ignore[no-any-return]
     wide = _widest(pieces[0])
     chunks = zip(*(piece.split(_CHUNK_NUMEL) for piece in pieces), strict=True)
     total = torch.stack([func(a.to(wide), b.to(wide)) for a, b in chunks]).sum(0, keepdim=True)
     real = torch.view_as_real(total) if total.is_complex() else total
-    return _combine(group, real.view(-1), "sum").view(wide)[0].to(pieces[0].dtype)
+    return _combine(groups, real.view(-1), "sum").view(wide)[0].to(pieces[0].dtype)
 
 
 def _both_sharded(func: OpOverload, one: Tensor, other: Tensor) -> None:
@@ -141,7 +146,7 @@ def _total(tensor: ShardedParameter, dtype: torch.dtype) -> Tensor:
     """Return the sum over ranks, in the widest float or int64. Local sums are in `dtype`, or fp32 if that is half."""
     local = tensor.peek().sum(dtype=torch.float32 if dtype in HALF else dtype)
     wide = accelerators.widest_float(tensor.device) if dtype.is_floating_point else local.dtype
-    return _combine(tensor.placement.shard_group, local.to(wide), "sum")
+    return _combine(tensor.placement.groups, local.to(wide), "sum")
 
 
 def _sum(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
@@ -164,6 +169,8 @@ def _spread(func: OpOverload, tensor: ShardedParameter, given: Mapping[str, Any]
     first piece's mean (Chan, Golub and LeVeque, 1979), so that a large mean does not cancel.
     """
     piece, group, count = tensor.peek(), tensor.placement.shard_group, tensor.numel()
+    if tensor.placement.spread is not None:
+        raise NotOnPiecesError(f"{func} of {tensor.fqn!r}, which is tensor-parallel: use .full_tensor() (collective)")
     if not (piece.is_floating_point() or piece.is_complex()):
         raise UsageError(f"{func} of {tensor.fqn!r} needs a floating or complex dtype, not {piece.dtype}")
     correction = given.get("correction")
@@ -174,7 +181,7 @@ def _spread(func: OpOverload, tensor: ShardedParameter, given: Mapping[str, Any]
     own = torch.stack([_moments(column) for column in columns])
     shown = own.new_zeros((group.world_size, *own.shape))
     shown[group.rank] = own
-    pivots, offsets, squares = _combine(group, shown.view(-1), "sum").view_as(shown).unbind(-1)  # [ranks, columns]
+    pivots, offsets, squares = _combine((group,), shown.view(-1), "sum").view_as(shown).unbind(-1)  # [ranks, columns]
     layout, index = tensor.placement.layout, tensor.placement.index
     numels = [layout.fragment(index, rank).numel for rank in range(group.world_size)]
     counts = torch.tensor(numels, dtype=own.dtype, device=own.device)[:, None]
@@ -212,15 +219,15 @@ def _widest(piece: Tensor) -> torch.dtype:
 
 
 def _count_nonzero(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
-    return _combine(tensor.placement.shard_group, tensor.peek().count_nonzero(), "sum")
+    return _combine(tensor.placement.groups, tensor.peek().count_nonzero(), "sum")
 
 
 def _any(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
-    return _combine(tensor.placement.shard_group, tensor.peek().any().long(), "max").bool()
+    return _combine(tensor.placement.groups, tensor.peek().any().long(), "max").bool()
 
 
 def _all(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
-    return _combine(tensor.placement.shard_group, tensor.peek().all().logical_not().long(), "max").logical_not()
+    return _combine(tensor.placement.groups, tensor.peek().all().logical_not().long(), "max").logical_not()
 
 
 def _max(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
@@ -243,7 +250,7 @@ def _largest(tensor: ShardedParameter, order: Callable[[Tensor], Tensor]) -> Ten
     else:
         least = -math.inf if wide.is_floating_point else torch.iinfo(wide).min
         local = torch.full((), least, dtype=wide, device=tensor.device)
-    return _combine(tensor.placement.shard_group, local, "max")
+    return _combine(tensor.placement.groups, local, "max")
 
 
 _SPREAD = frozenset(("std", "var", "std_mean", "var_mean"))

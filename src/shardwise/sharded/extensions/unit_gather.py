@@ -49,11 +49,11 @@ _kept: weakref.WeakKeyDictionary[Collectives, _Kept] = weakref.WeakKeyDictionary
 
 def attach() -> None:
     """Gather a unit's parameters together."""
-    add_methods(full_tensor=_full_tensor)
+    add_methods(gather_flat=_gathered)
 
 
-def _full_tensor(tensor: ShardedParameter) -> Tensor:
-    """See `ShardedParameter.full_tensor`."""
+def _gathered(tensor: ShardedParameter) -> Tensor:
+    """See `ShardedParameter.gather_flat`."""
     placement, parameter = tensor.placement, tensor.parameter
     layout, unit = placement.layout, None if parameter is None else parameter.unit
     shares = layout.world_size > 1 and len(layout.entries) > 1 and layout.numel > 0
@@ -63,7 +63,7 @@ def _full_tensor(tensor: ShardedParameter) -> Tensor:
     if flat is None:
         return gather_fragments(placement, tensor.peek().detach())
     entry = layout.entries[placement.index]
-    return flat[entry.start : entry.stop].view(entry.shape).clone()
+    return flat[entry.start : entry.stop].clone()
 
 
 def forget(units: Iterable[OneUnit]) -> None:

@@ -1,0 +1,180 @@
+"""The group of parameters that are DTensors on a tensor-parallel mesh: each rank's local tensor is sharded further.
+
+The shard group is the ranks that hold the same local tensors, the data ranks of one position in the tensor mesh. Flat
+buffers hold local tensors, so every collective of a step is within the shard group, as without tensor parallelism. What
+is particular:
+
+- while the unit is unsharded, modules hold a DTensor around the local tensor, which is a view of the slot;
+- a gradient has the placements of its parameter before it is collected, so sums over the tensor mesh are made there,
+  once: a Partial gradient is reduced, a Shard or Replicate one is taken as it is;
+- outside, a sharded parameter has the global shape over both meshes, and reductions go over both.
+
+Source: FSDP2 x TP of torch (`FSDPParam._init_sharded_param`), which keeps one DTensor over both meshes instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shardwise.errors import UsageError
+from shardwise.fsdp.collectives import Collectives
+from shardwise.fsdp.modules import inherit
+from shardwise.fsdp.parameter_group import Group
+from shardwise.fsdp.sharded_parameter import SHARDED_ATTRIBUTE, Placement
+from shardwise.fsdp.torch_collectives import collectives_for
+
+DTENSOR = "_shardwise_dtensor"
+"""Attribute of a plain parameter that stands in for a DTensor while units are built: the DTensor."""
+
+_axes: WeakKeyDictionary[dist.ProcessGroup, Collectives] = WeakKeyDictionary()
+"""Collectives of the axes of tensor meshes, which all models on them share."""
+
+
+def local_of(parameter: nn.Parameter) -> nn.Parameter:
+    """Return the parameter itself or, if it is a DTensor, a plain one over its local tensor, to build units with."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    plain = nn.Parameter(parameter._local_tensor.detach(), requires_grad=parameter.requires_grad)
+    setattr(plain, DTENSOR, parameter)
+    return plain
+
+
+def collectives_of(mesh: DeviceMesh, device: torch.device) -> tuple[Collectives, ...]:
+    """Return the collectives of each axis of a tensor mesh. Every rank of the mesh must call this."""
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    for group in groups:
+        if group not in _axes:
+            _axes[group] = collectives_for(group, device)
+    return tuple(_axes[group] for group in groups)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorPlacement(Placement):
+    """The place of a tensor of which the shard group holds one local tensor."""
+
+    spec: DTensorSpec = field(kw_only=True)
+    """The tensor mesh, the placements on it and the global shape."""
+    axes: tuple[Collectives, ...] = field(kw_only=True)
+    """Of the tensor mesh."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape, over both meshes."""
+        return tuple(self.spec.shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what the shard group holds."""
+        return super().shape
+
+    @property
+    def groups(self) -> tuple[Collectives, ...]:
+        """The shard group, and those axes of the tensor mesh along which the tensor is cut."""
+        cut = (axis for axis, how in zip(self.axes, self.spec.placements, strict=True) if isinstance(how, Shard))
+        return (self.shard_group, *cut)
+
+    @property
+    def spread(self) -> object:
+        """The tensor mesh and the placements on it."""
+        return self.spec.mesh, self.spec.placements
+
+    def piece(self, full: Tensor) -> Tensor:
+        """Return this rank's piece of a plain tensor of the global shape, or of a DTensor on the tensor mesh."""
+        if isinstance(full, DTensor):
+            local = full.redistribute(self.spec.mesh, self.spec.placements).to_local()
+        else:
+            shape, offset = compute_local_shape_and_global_offset(self.shape, self.spec.mesh, self.spec.placements)
+            local = full[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
+        own = self.fragment
+        return local.reshape(-1)[own.start : own.stop]
+
+    def unsharded(self, flat: Tensor) -> Tensor:
+        """Return the DTensor that modules compute with."""
+        return around(flat.view(self.local_shape), self.spec)
+
+    def whole(self, flat: Tensor) -> Tensor:
+        """Return the whole tensor, gathered over the tensor mesh. Every rank of both meshes must call this."""
+        device = self.axes[0].device
+        whole: Tensor = around(flat.view(self.local_shape).to(device), self.spec).full_tensor()
+        return whole.to(flat.device)
+
+
+def around(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """Return a DTensor over `local`. No communication."""
+    shape, stride = spec.shape, spec.stride
+    meta = TensorMeta(shape, stride, local.dtype)
+    return DTensor(local, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)
+
+
+class TensorParallelGroup(Group):
+    """A group of parameters on one tensor mesh."""
+
+    def __init__(self, originals: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+        """`originals`: plain parameters that stand in for DTensors. Every rank of the tensor mesh must call this."""
+        super().__init__(originals, *args, **kwargs)
+        dtensors: list[DTensor] = [getattr(parameter, DTENSOR) for parameter in self.originals]
+        self.specs: list[DTensorSpec] = [dtensor._spec for dtensor in dtensors]
+        self.axes = collectives_of(self.specs[0].mesh, self.collectives.device)
+
+    def placement_of(self, index: int) -> Placement:
+        """As the base class, with the place in the tensor mesh."""
+        return TensorPlacement(self.layout, index, self.collectives, spec=self.specs[index], axes=self.axes)
+
+    def make_leaf(self, original: nn.Parameter, placeholder: Tensor) -> nn.Parameter:
+        """Return a DTensor over the placeholder: the user's own one, if it can have that device and dtype."""
+        dtensor: Any = getattr(original, DTENSOR)
+        local: Tensor = dtensor._local_tensor
+        if local.device == placeholder.device and local.dtype == placeholder.dtype:
+            local.data = placeholder
+            dtensor.grad = None
+            return dtensor  # type: ignore[no-any-return]
+        leaf = nn.Parameter(around(placeholder, dtensor._spec), requires_grad=original.requires_grad)
+        local.data = local.new_empty(0)
+        return inherit(leaf, dtensor)
+
+    def shard_parameters(self, *args: Any, **kwargs: Any) -> None:
+        """As the base class."""
+        dtensors = [getattr(parameter, DTENSOR) for parameter in self.originals]
+        super().shard_parameters(*args, **kwargs)
+        for dtensor, sharded in zip(dtensors, self.sharded, strict=True):
+            setattr(dtensor, SHARDED_ATTRIBUTE, sharded)  # holders of the original, such as optimizers, find it here
+
+    def point_at(self, views: Sequence[Tensor]) -> None:
+        """Point the local tensors of the leaves at `views`."""
+        for leaf, view in zip(self.leaves, views, strict=True):
+            leaf._local_tensor.data = view  # type: ignore[attr-defined]
+
+    def own_gradient(self, index: int, grad: Tensor) -> Tensor:
+        """Return the local tensor of a gradient that is placed as its parameter. Every rank of the tensor mesh must
+        call this if the gradient is placed otherwise."""
+        if not isinstance(grad, DTensor):
+            return grad
+        spec = self.specs[index]
+        if grad.placements != spec.placements:
+            grad = grad.redistribute(spec.mesh, spec.placements)
+        local = grad.to_local()
+        return local.wait() if hasattr(local, "wait") else local
+
+    def like(self, originals: Sequence[Any]) -> Group:
+        """Raise UsageError: the copies of DTensors would share the tensor mesh's groups with these."""
+        raise UsageError(
+            f"copy.deepcopy of a sharded model with {self.fqns[0]!r}, a DTensor, is not possible: build the model "
+            "again, shard it and call load_state_dict(model.state_dict())"
+        )
+
+
+def check_placements(fqn: str, dtensor: DTensor) -> str | None:
+    """Return why this DTensor cannot be sharded further, or None."""
+    wrong = [how for how in dtensor.placements if type(how) not in (Shard, Replicate)]
+    return f"{fqn!r} is a DTensor placed {wrong[0]}, not Shard(dim) or Replicate()" if wrong else None
