@@ -24,7 +24,7 @@ from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import find, find_adapter
 from shardwise.checkpoint.names.wrappers import unwrapped, unwrapped_name
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
-from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
+from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.engine.extensions.offloaded import shard_stores
 from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.torch_patches import with_state
@@ -88,7 +88,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     check_location(path, "sw.checkpoint.load(path, model, ...)")
     model = unwrapped(model)
     engines = engines_of(model)
-    peers = Peers(mesh_of(engines))
+    peers = Peers(engines)
     give_buffers(model, engines[0].mesh.device)
     shards, states = shard_stores(*engines), [] if optimizer is None else stores_of(optimizer)
     wait_for_last_save(peers)

@@ -24,7 +24,7 @@ from shardwise.checkpoint.io.storage import Directory, Location, check_location,
 from shardwise.checkpoint.names.transformers_names import find_base, is_transformers
 from shardwise.checkpoint.names.wrappers import unwrapped
 from shardwise.checkpoint.ranks.agreement import fetched, wait_for_last_save
-from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
+from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.engine.lookup import engines_of
 from shardwise.errors import CheckpointError
 from shardwise.modules.adapters import base_names, base_of
@@ -89,7 +89,7 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
     check_location(path, "sw.checkpoint.load_pretrained(path, model)")
     model = unwrapped(model)
     engines = engines_of(model)
-    peers = Peers(mesh_of(engines))
+    peers = Peers(engines)
     give_buffers(model, engines[0].mesh.device)
     wait_for_last_save(peers)
     where = os.fspath(path)

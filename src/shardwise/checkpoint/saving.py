@@ -28,7 +28,7 @@ from shardwise.checkpoint.names.wrappers import unwrapped
 from shardwise.checkpoint.publish.target import FileSet, Target
 from shardwise.checkpoint.publish.writing import Writing, check_arguments, publish, take_along, target_at
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
-from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
+from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.checkpoint.staging import StagingBuffer
 from shardwise.engine.extensions import backward_steps
 from shardwise.engine.extensions.offloaded import shard_stores
@@ -95,7 +95,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     check_location(path, "sw.checkpoint.save(path, model, ...)")
     model = unwrapped(model)
     engines = engines_of(model)
-    peers = Peers(mesh_of(engines))
+    peers = Peers(engines)
     wait_for_last_save(peers)
     for engine in engines:
         engine.log.agree(SyncPoint.SAVE)  # a rank may have skipped its last optimizer step
@@ -137,7 +137,7 @@ def wait(model: nn.Module) -> None:
 
     Raises CheckpointError on every rank if the last one failed on any rank.
     """
-    wait_for_last_save(Peers(mesh_of(engines_of(model))))
+    wait_for_last_save(Peers(engines_of(model)))
 
 
 def _prepare(

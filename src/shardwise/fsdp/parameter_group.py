@@ -104,6 +104,8 @@ class Group:
 
     is_resident = True
     """Whether the shard stays in memory between uses."""
+    axes: tuple[Collectives, ...] = ()
+    """Groups of ranks that hold other parts of the parameters, besides the shard group."""
 
     def __init__(
         self,

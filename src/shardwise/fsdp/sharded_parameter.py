@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NoReturn, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -32,6 +32,14 @@ from shardwise.fsdp.collectives import Collectives
 from shardwise.fsdp.layout import FlatLayout, Fragment
 
 # Placements -----------------------------------------------------------------------------------------------------------
+
+
+class Box(NamedTuple):
+    """A rectangular part of a tensor."""
+
+    offset: tuple[int, ...]
+    """Of its first element in each dim."""
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +80,11 @@ class Placement:
     @property
     def spread(self) -> object:
         """What is equal for tensors whose shard groups hold the same part of them."""
+        return None
+
+    @property
+    def box(self) -> Box | None:
+        """The part of the tensor that the shard group holds; None: all of it."""
         return None
 
     def piece(self, full: Tensor) -> Tensor:

@@ -77,6 +77,8 @@ class AdamW8bit(AdamWInPieces):
                     f"AdamW8bit keeps moments in blocks of {BLOCK_NUMEL} elements, and {parameter.fqn!r} is cut inside "
                     "a block: call sw.shard(model, align=sw.optim.AdamW8bit.BLOCK_NUMEL)"
                 )
+            if parameter.placement.box is not None:
+                raise UsageError(f"AdamW8bit of {parameter.fqn!r}, which is tensor-parallel: use AdamW or AdamWBF16")
 
     def _has_blocks(self, parameter: Tensor) -> bool:
         return parameter.numel() >= self.SMALL_NUMEL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -11,10 +12,11 @@ from torch import Tensor
 from shardwise.checkpoint.format.safetensors_layout import TORCH_NAMES, StoredTensor, TensorFile
 from shardwise.checkpoint.format.tensor_files import Read
 from shardwise.checkpoint.io.range_reader import RangeReader
-from shardwise.checkpoint.names.index_map import IndexMap, Place
+from shardwise.checkpoint.names.index_map import IndexMap, Place, Strided
 from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.errors import UsageError
-from shardwise.fsdp.sharded_parameter import ShardedParameter
+from shardwise.fsdp.collectives import Collectives
+from shardwise.fsdp.sharded_parameter import Box, ShardedParameter
 from shardwise.layout.ranges import Range, share
 from shardwise.offload.offloaded_state import OffloadedState
 from shardwise.sharded.extensions.blocks import BLOCK_NUMEL
@@ -30,7 +32,8 @@ _CHUNK_BYTES = 32 * 2**20
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes three times as long to create, and training waits for it
 class Piece:
-    """Elements [start, start + tensor.numel()) of a flattened (row-major) tensor of the global `shape`."""
+    """Elements [start, start + tensor.numel()) of a flattened (row-major) tensor of the global `shape`, or of the part
+    of it in `box`."""
 
     names: tuple[str, ...]
     """Names that the state_dict has for the tensor. It is written under the first; the others are tied to it."""
@@ -43,7 +46,12 @@ class Piece:
     places: tuple[Place, ...]
     """Where its elements are written: for most tensors, to one whole tensor of the same name."""
     ranks: int = 1
-    """Number of ranks that the tensor is spread over. If there are others, they are replicas with equal pieces."""
+    """Number of ranks that the tensor, or the part of it in `box`, is spread over. If there are others in the mesh,
+    they are replicas with equal pieces."""
+    box: IndexMap | None = None
+    """From elements of a flattened part of the tensor, which is all that the shard group holds, to the tensor's."""
+    axes: tuple[Collectives, ...] = ()
+    """Groups of ranks that hold other parts."""
 
     @property
     def name(self) -> str:
@@ -52,7 +60,7 @@ class Piece:
 
     @property
     def held(self) -> Range:
-        """Elements of the flattened global tensor that this rank holds."""
+        """Elements of the flattened global tensor, or of its part in `box`, that this rank holds."""
         return Range(self.start, self.start + self.tensor.numel())
 
     @property
@@ -62,6 +70,8 @@ class Piece:
 
     def held_at(self, place: Place) -> IndexMap:
         """Return the map from elements of the stored tensor to this rank's elements of flattened `self.tensor`."""
+        if self.box is not None:
+            return self.box.within(*self.held).through(place.runs).moved(here=-self.start).inverse()
         return place.runs.within(*self.held).moved(here=-self.start).inverse()
 
     def to_write(self, peers: Peers) -> Piece | None:
@@ -69,14 +79,13 @@ class Piece:
 
         Replicas share the work.
         """
-        if self.ranks == peers.world_size and not self.is_whole:
-            return self if self.tensor.numel() else None
         if self.is_whole:
             elements = self.held if peers.is_first else Range(0, 0)
-        elif self.ranks == 1:  # every rank is a replica, whatever other tensors are cut into
-            elements = share(self.held, peers.world_size, peers.rank)
         else:
-            elements = share(self.held, peers.replicas, peers.replica)
+            number, copies = peers.copy_of(self.ranks, self.axes)
+            if copies == 1:
+                return self if self.tensor.numel() else None
+            elements = share(self.held, copies, number)
         if not elements.length:
             return None
         flat = self.tensor.reshape(-1)[elements.start - self.start : elements.stop - self.start]
@@ -84,11 +93,12 @@ class Piece:
 
     def part(self, flat: Tensor, start: int) -> Piece:
         """Return a piece of the elements `flat` of this one, which begin at element `start` of the global tensor."""
-        return Piece(self.names, self.shape, flat, start, False, self.places, self.ranks)
+        return Piece(self.names, self.shape, flat, start, False, self.places, self.ranks, self.box, self.axes)
 
     def with_tensor(self, tensor: Tensor) -> Piece:
         """Return the same piece with its numbers in `tensor`. (`dataclasses.replace` takes five times as long.)"""
-        return Piece(self.names, self.shape, tensor, self.start, self.is_whole, self.places, self.ranks)
+        whole = self.is_whole
+        return Piece(self.names, self.shape, tensor, self.start, whole, self.places, self.ranks, self.box, self.axes)
 
     def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
         """See `WritablePiece`. Copies nothing if the elements are in CPU memory in order."""
@@ -108,10 +118,11 @@ class Piece:
         flat = target.view(-1) if target.is_contiguous() else target.flatten()  # a view, or a copy
         runs = self.held_at(place)
         as_stored = flat.dtype == dtype and flat.device.type == "cpu" and not (flat.is_conj() or flat.is_neg())
-        in_place = target.is_contiguous() and len(runs) == 1 and as_stored
-        step = max(1, runs.numel) if in_place else _step(dtype.itemsize, runs)
+        direct = target.is_contiguous() and as_stored
+        step = max(1, runs.numel) if direct and len(runs) == 1 else _step(dtype.itemsize, runs)
         staged_bytes = 0
         for part in runs.stretches(step):
+            in_place = direct and len(part) == 1
             chunk = _at(flat, part) if in_place else torch.empty(part.numel, dtype=dtype, device="cpu")
             start = int(part.here[0])
             reader.ask(layout.byte_range(place.name, start, start).start, bytes_of(chunk), past_cache)
@@ -136,7 +147,7 @@ class OffloadedStatePiece(Piece):
         """See `Piece`."""
         skipped = self.skipped + start - self.start
         return OffloadedStatePiece(
-            self.names, self.shape, flat, start, False, self.places, self.ranks, skipped, state=self.state
+            self.names, self.shape, flat, start, False, self.places, self.ranks, skipped=skipped, state=self.state
         )
 
     def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
@@ -177,7 +188,15 @@ class OffloadedPiece(Piece):
         """See `Piece`."""
         skipped = self.skipped + start - self.start
         return OffloadedPiece(
-            self.names, self.shape, flat, start, False, self.places, self.ranks, skipped, parameter=self.parameter
+            self.names,
+            self.shape,
+            flat,
+            start,
+            False,
+            self.places,
+            self.ranks,
+            skipped=skipped,
+            parameter=self.parameter,
         )
 
     def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
@@ -291,6 +310,18 @@ def _put(chunk: Tensor, flat: Tensor, part: IndexMap) -> int:
     return chunk.nbytes + elements.nbytes + (cast.nbytes if cast is not chunk else 0)
 
 
+def _map_of(box: Box, shape: Sequence[int]) -> IndexMap:
+    """Return the map from elements of a flattened part of a tensor to those of the flattened tensor."""
+    strides, own = _row_major(shape), _row_major(box.sizes)
+    start = sum(at * stride for at, stride in zip(box.offset, strides, strict=True))
+    return IndexMap.paired(box.sizes, Strided(0, own), Strided(start, strides))
+
+
+def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
 def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | None = None) -> Piece:
     """Return this rank's part of a parameter, buffer or state tensor. Shares its memory.
 
@@ -309,5 +340,7 @@ def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | N
             return OffloadedStatePiece(tuple(names), shape, like, start, False, places, ranks, state=tensor)
         if slice_of(tensor) is not None:
             return OffloadedPiece(tuple(names), shape, like, start, False, places, ranks, parameter=tensor)
-        return Piece(tuple(names), shape, tensor.local.detach(), start, False, places, ranks)
+        box, axes = tensor.placement.box, tensor.placement.groups[1:]
+        part = None if box is None else _map_of(box, shape)
+        return Piece(tuple(names), shape, tensor.local.detach(), start, False, places, ranks, part, axes)
     return Piece(tuple(names), tuple(tensor.shape), tensor.detach(), 0, True, places)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from shardwise.checkpoint.ranks.agreement import Agreement
 from shardwise.comm.together import OverGroups
 from shardwise.errors import UsageError
+from shardwise.fsdp.collectives import Collectives
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.mesh import Mesh
 
@@ -42,17 +43,45 @@ def _ranks(mesh: Mesh) -> set[int]:
     return {rank for group in mesh.spans for rank in group}
 
 
-class Peers(Agreement, OverGroups):
-    """All ranks of a mesh, replicas included. Every method is collective."""
+def axes_of(engines: Sequence[Engine]) -> tuple[Collectives, ...]:
+    """Return the axes of the tensor mesh that parameters are on, besides the mesh of their engines: mostly none.
 
-    def __init__(self, mesh: Mesh) -> None:
-        super().__init__((mesh.shard, mesh.replicate))
-        self._mesh = mesh
-        self.replicas = mesh.replicate.world_size
-        self.replica = mesh.replicate.rank
+    Raises UsageError if parameters are on different ones.
+    """
+    found = {group.axes for engine in engines for unit in engine.units for group in unit.groups if group.axes}
+    if len(found) > 1:
+        raise UsageError(
+            "parameters of this model are DTensors on different meshes: save and load the parts of each mesh by "
+            "themselves"
+        )
+    return next(iter(found), ())
+
+
+class Peers(Agreement, OverGroups):
+    """All ranks of some engines, replicas and the axes of a tensor mesh included. Every method is collective."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._mesh = mesh = mesh_of(engines)
+        self._axes = axes_of(engines)
+        super().__init__((mesh.shard, mesh.replicate, *self._axes))
         self.device = mesh.device
         if mesh.is_dry and mesh.world_size > 1:
             raise UsageError("a dry run has no weights: save and load checkpoints on real ranks")
+
+    def copy_of(self, ranks: int, axes: Sequence[Collectives]) -> tuple[int, int]:
+        """Return this rank's number among those that hold the same elements of a tensor, and how many they are. Not
+        collective. `ranks`, `axes`: the tensor is spread over so many ranks of the mesh, and over these axes."""
+        mesh = self._mesh
+        if ranks == mesh.world_size:
+            number, copies = 0, 1
+        elif ranks == 1:  # every rank is a replica, whatever other tensors are cut into
+            number, copies = mesh.shard.rank + mesh.shard.world_size * mesh.replicate.rank, mesh.world_size
+        else:
+            number, copies = mesh.replicate.rank, mesh.replicate.world_size
+        for axis in self._axes:
+            if axis not in axes:
+                number, copies = number + copies * axis.rank, copies * axis.world_size
+        return number, copies
 
     @property
     def reads_alone(self) -> bool:

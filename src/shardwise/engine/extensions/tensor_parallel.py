@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +32,7 @@ from shardwise.errors import UsageError
 from shardwise.fsdp.collectives import Collectives
 from shardwise.fsdp.modules import inherit
 from shardwise.fsdp.parameter_group import Group
-from shardwise.fsdp.sharded_parameter import SHARDED_ATTRIBUTE, Placement
+from shardwise.fsdp.sharded_parameter import SHARDED_ATTRIBUTE, Box, Placement
 from shardwise.fsdp.torch_collectives import collectives_for
 
 DTENSOR = "_shardwise_dtensor"
@@ -89,13 +90,18 @@ class TensorPlacement(Placement):
         """The tensor mesh and the placements on it."""
         return self.spec.mesh, self.spec.placements
 
+    @cached_property
+    def box(self) -> Box:
+        """The local tensor's part of the whole."""
+        sizes, offset = compute_local_shape_and_global_offset(self.shape, self.spec.mesh, self.spec.placements)
+        return Box(tuple(offset), tuple(sizes))
+
     def piece(self, full: Tensor) -> Tensor:
         """Return this rank's piece of a plain tensor of the global shape, or of a DTensor on the tensor mesh."""
         if isinstance(full, DTensor):
             local = full.redistribute(self.spec.mesh, self.spec.placements).to_local()
         else:
-            shape, offset = compute_local_shape_and_global_offset(self.shape, self.spec.mesh, self.spec.placements)
-            local = full[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
+            local = full[tuple(slice(at, at + size) for at, size in zip(*self.box, strict=True))]
         own = self.fragment
         return local.reshape(-1)[own.start : own.stop]
 

@@ -1,0 +1,129 @@
+"""Checkpoints of tensor-parallel models: the bytes of an ordinary one, written and read at any mesh."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.errors import CheckpointError
+from tests.engine.tensor.rig import Case, column_and_row, loss_of, sequence, vocabulary
+
+MESHES = {
+    "1x1": Case(vocabulary, shape=(1, 1)),
+    "2x2": Case(vocabulary, shape=(2, 2)),
+    "4x1": Case(vocabulary, shape=(4, 1)),
+    "1x4": Case(vocabulary, shape=(1, 4)),
+    "3x1": Case(column_and_row, shape=(3, 1)),
+    "1x3": Case(column_and_row, shape=(1, 3)),
+    "2x2 by sequence, ZeRO-2": Case(sequence, shape=(2, 2), strategy="shard_grad_op"),
+    "2x2 replicated": Case(column_and_row, shape=(2, 2), strategy="no_shard"),
+    "2x2x2": Case(vocabulary, shape=(2, 2, 2), strategy="hybrid_shard"),
+}
+
+
+def _numbers(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Give weights and moments numbers of their own, equal at every mesh."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        assert isinstance(parameter, sw.ShardedParameter)
+        for tensor in (parameter.detach(), *_moments(optimizer, parameter).values()):
+            tensor.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def _moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    return {name: value for name, value in optimizer.state[parameter].items() if isinstance(value, sw.ShardedParameter)}
+
+
+def _trained(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+    mesh = case.mesh()
+    _, model = case.build(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model, case.batches(mesh, 0)[1][0]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def _save(case: Case, path: Path, asynchronous: bool = False) -> None:
+    model, optimizer = _trained(case)
+    _numbers(model, optimizer, 5)
+    sw.checkpoint.save(path, model, optimizer, step=3, asynchronous=asynchronous, max_file_bytes=4096)
+    sw.checkpoint.wait(model)
+
+
+def _load(case: Case, path: Path) -> None:
+    model, optimizer = _trained(case)
+    assert sw.checkpoint.load(path, model, optimizer).step == 3
+    found = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    moments = {
+        (name, key): value.full_tensor()
+        for name, parameter in model.named_parameters()
+        for key, value in _moments(optimizer, parameter).items()
+    }
+    _numbers(model, optimizer, 5)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found[name], parameter.full_tensor()), name
+        for key, value in _moments(optimizer, parameter).items():
+            assert torch.equal(moments[name, key], value.full_tensor()), (name, key)
+
+
+def _bytes(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.suffix == ".safetensors"}
+
+
+@pytest.mark.slow
+def test_every_mesh_writes_the_same_bytes_and_reads_those_of_every_other(ranks: Any, tmp_path: Path) -> None:
+    for number, (name, case) in enumerate(MESHES.items()):
+        ranks(case.world_size).run(_save, case, tmp_path / str(number))
+        assert _bytes(tmp_path / str(number)) == _bytes(tmp_path / "0"), name
+        sw.checkpoint.verify(tmp_path / str(number))
+    for number, reader in itertools.product((0, 1, 3, 8), MESHES.values()):
+        ranks(reader.world_size).run(_load, reader, tmp_path / str(number))
+
+
+def test_two_meshes_of_four_ranks_and_one_process(ranks: Any, tmp_path: Path) -> None:
+    ranks(1).run(_save, MESHES["1x1"], tmp_path / "alone")
+    ranks(4).run(_save, MESHES["2x2"], tmp_path / "now")
+    ranks(4).run(_save, MESHES["1x4"], tmp_path / "later", True)
+    assert _bytes(tmp_path / "now") == _bytes(tmp_path / "later") == _bytes(tmp_path / "alone")
+    ranks(4).run(_load, MESHES["1x4"], tmp_path / "now")
+    ranks(4).run(_load, MESHES["2x2"], tmp_path / "alone")
+
+
+def _load_pretrained(case: Case, path: Path) -> None:
+    plain, model = case.build()
+    nn.init.zeros_(model.embed.weight)
+    sw.checkpoint.load_pretrained(path, model)
+    full = sw.full_state_dict(model, rank0_only=False)
+    assert all(torch.equal(full[name], value) for name, value in plain.state_dict().items())
+    streamed = dict(sw.stream_weights(model))
+    assert all(torch.equal(streamed[name], value) for name, value in plain.state_dict().items())
+
+
+def test_pretrained_weights_are_read_and_streamed(ranks: Any, tmp_path: Path) -> None:
+    case = MESHES["2x2"]
+    torch.manual_seed(0)
+    ranks(1).run(_save_plain, Case(vocabulary, shape=(1, 1)), tmp_path / "plain")
+    assert load_file(tmp_path / "plain" / "model.safetensors")["embed.weight"].shape == (31, 12)
+    ranks(case.world_size).run(_load_pretrained, case, tmp_path / "plain")
+
+
+def _save_plain(case: Case, path: Path) -> None:
+    sw.checkpoint.save(path, case.build()[1])
+
+
+def _save_and_load_elsewhere(case: Case, path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"blocks.0.up.weight \(here \(24, 12\), stored \(22, 12\)\)"):
+        sw.checkpoint.load(path, case.build()[1])
+
+
+def test_another_shape_is_refused_on_every_rank(ranks: Any, tmp_path: Path) -> None:
+    ranks(1).run(_save_plain, Case(vocabulary, shape=(1, 1)), tmp_path / "plain")
+    ranks(4).run(_save_and_load_elsewhere, Case(vocabulary, model={"hidden": 24}), tmp_path / "plain")
