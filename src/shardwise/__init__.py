@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardwise import checkpoint, optim, plan
     from shardwise.checkpoint.streaming import stream_weights
     from shardwise.engine.setup.forward_methods import register_forward_method
+    from shardwise.engine.setup.mesh_axes import mesh
     from shardwise.engine.setup.shard import shard
     from shardwise.fsdp.sharded_parameter import ShardedParameter
     from shardwise.fsdp.strategy import Precision, Strategy
@@ -44,6 +45,7 @@ _MODULES = {
     "generate": "generation.generate",
     "init_on_device": "modules.deferred_init.materialize",
     "memory": "model_tools.memory",
+    "mesh": "engine.setup.mesh_axes",
     "no_sync": "model_tools.reduction",
     "optimizer_in_backward": "optim.in_backward",
     "register_forward_method": "engine.setup.forward_methods",
@@ -116,6 +118,7 @@ __all__ = [
     "generate",
     "init_on_device",
     "memory",
+    "mesh",
     "no_sync",
     "optim",
     "optimizer_in_backward",

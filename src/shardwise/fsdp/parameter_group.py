@@ -124,7 +124,7 @@ class Group:
         self.originals = [parameter for _, parameter, _ in originals]
         self.sites = [sites for _, _, sites in originals]
         self.layout: FlatLayout = build_layout(
-            ((fqn, tuple(parameter.shape)) for fqn, parameter, _ in originals),
+            ((fqn, self.shape_of(parameter)) for fqn, parameter, _ in originals),
             collectives.world_size,
             math.lcm(dtypes.align, align),
         )
@@ -213,9 +213,10 @@ class Group:
             sharded = self._sharded_parameter(placement, original.requires_grad)
             full = original if not fragment.numel or values is None else values(self.fqns[index])
             if fragment.numel and full is not None:
-                sharded.write(full.detach().reshape(-1)[fragment.start : fragment.stop])
+                sharded.write(placement.piece(full.detach()))
             sharded._is_param = True
-            placeholder = placeholder_of(original.shape, self.dtypes.compute, device)
+            shape = torch.Size(self.layout.entries[index].shape)
+            placeholder = placeholder_of(shape, self.dtypes.compute, device)
             leaf = self.make_leaf(original, placeholder)
             sharded.unsharded = leaf
             sharded.take_grad_hooks(leaf)
@@ -233,6 +234,10 @@ class Group:
         numel = self.dtypes.stored_numel(self.layout.shard_numel)
         self._shard = torch.zeros(numel, dtype=self.dtypes.stored, device=self.device) if storage is None else storage
         return self._shard
+
+    def shape_of(self, original: nn.Parameter) -> tuple[int, ...]:
+        """Return the shape of what the shard group holds of a parameter."""
+        return tuple(original.shape)
 
     def placement_of(self, index: int) -> Placement:
         """Return the place of a parameter, by its position in the group."""

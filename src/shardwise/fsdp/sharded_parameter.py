@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, Self
+from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -34,12 +34,8 @@ from shardwise.fsdp.layout import FlatLayout, Fragment
 # Placements -----------------------------------------------------------------------------------------------------------
 
 
-class Box(NamedTuple):
-    """A rectangular part of a tensor."""
-
-    offset: tuple[int, ...]
-    """Of its first element in each dim."""
-    sizes: tuple[int, ...]
+Part = tuple[tuple[tuple[int, int], ...], ...]
+"""A part of a tensor: for each dim, the ranges [start, stop) of indices that are in it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +79,7 @@ class Placement:
         return None
 
     @property
-    def box(self) -> Box | None:
+    def part(self) -> Part | None:
         """The part of the tensor that the shard group holds; None: all of it."""
         return None
 

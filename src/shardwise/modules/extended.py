@@ -1,4 +1,5 @@
-"""Parameters whose class defines how they are gathered: FSDP2's all-gather extensions, such as torchao's for float8."""
+"""Parameters whose class defines how they are gathered (FSDP2's all-gather extensions, such as torchao's for float8),
+and DTensors: plain parameters stand in for both while units are built."""
 
 from __future__ import annotations
 
@@ -10,6 +11,10 @@ from shardwise.errors import LayoutError
 
 EXTENDED = "_shardwise_extended"
 """Attribute of a plain parameter that stands in for an extended one while units are built: the extended one."""
+
+DTENSOR = "_shardwise_dtensor"
+"""Attribute of a plain parameter that stands in for a DTensor while units are built: the DTensor. The plain one is its
+local tensor, or the whole tensor, perhaps on the meta device, if the DTensor has only its placements."""
 
 
 def is_extended(tensor: Tensor) -> bool:
@@ -30,6 +35,11 @@ def inner_name(tensor: Tensor) -> str:
             f"tensor of the same shape and dtype, not for {names}: leave it alone with ignored="
         )
     return names[0]
+
+
+def is_tensor_parallel(parameter: nn.Parameter) -> bool:
+    """Whether the parameter is a DTensor, or stands in for one. (Importing DTensor's class takes half a second.)"""
+    return hasattr(parameter, "_local_tensor") or hasattr(parameter, DTENSOR)
 
 
 def plain_of(parameter: nn.Parameter) -> nn.Parameter:

@@ -77,7 +77,7 @@ class AdamW8bit(AdamWInPieces):
                     f"AdamW8bit keeps moments in blocks of {BLOCK_NUMEL} elements, and {parameter.fqn!r} is cut inside "
                     "a block: call sw.shard(model, align=sw.optim.AdamW8bit.BLOCK_NUMEL)"
                 )
-            if parameter.placement.box is not None:
+            if parameter.placement.part is not None:
                 raise UsageError(f"AdamW8bit of {parameter.fqn!r}, which is tensor-parallel: use AdamW or AdamWBF16")
 
     def _has_blocks(self, parameter: Tensor) -> bool:

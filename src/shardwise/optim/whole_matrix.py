@@ -282,7 +282,7 @@ class WholeMatrixOptimizer(Optimizer):
         for parameter in self._matrices:
             if isinstance(parameter, ShardedParameter):
                 assert isinstance(parameter.unit, Unit)
-                if parameter.placement.box is not None:
+                if parameter.placement.part is not None:
                     raise UsageError(
                         f"{parameter.fqn!r} is tensor-parallel, so no rank of its mesh has the whole matrix: give it "
                         "to an elementwise optimizer such as AdamW"

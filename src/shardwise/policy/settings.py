@@ -248,7 +248,7 @@ class ShardArguments(ShardSettings):
 
     mesh: Any = setting(
         None,
-        "The data axes, of a torch `DeviceMesh`: shard, or (replicate, shard).",
+        "The axes, a torch `DeviceMesh`: shard, or (replicate, shard); or those of `sw.mesh`, by name.",
         unset="all ranks; for hybrid strategies one shard group per host",
     )
     ignored: Iterable[Any] = setting(
@@ -259,6 +259,11 @@ class ShardArguments(ShardSettings):
         "Every rank's piece of a parameter begins at a multiple of this many elements.",
         unset="anywhere",
         check=checked_align,
+    )
+    tp_plan: Any = setting(
+        None,
+        "How matrices are cut over the mesh's axis tp: auto (a transformers model's plan), or styles by module names.",
+        unset="not cut",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from shardwise.checkpoint.names.index_map import IndexMap, Place, Strided
 from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.errors import UsageError
 from shardwise.fsdp.collectives import Collectives
-from shardwise.fsdp.sharded_parameter import Box, ShardedParameter
+from shardwise.fsdp.sharded_parameter import Part, ShardedParameter
 from shardwise.layout.ranges import Range, share
 from shardwise.offload.offloaded_state import OffloadedState
 from shardwise.sharded.extensions.blocks import BLOCK_NUMEL
@@ -33,7 +34,7 @@ _CHUNK_BYTES = 32 * 2**20
 @dataclass(slots=True, eq=False)  # not frozen: that takes three times as long to create, and training waits for it
 class Piece:
     """Elements [start, start + tensor.numel()) of a flattened (row-major) tensor of the global `shape`, or of the part
-    of it in `box`."""
+    of it in `within`."""
 
     names: tuple[str, ...]
     """Names that the state_dict has for the tensor. It is written under the first; the others are tied to it."""
@@ -46,9 +47,9 @@ class Piece:
     places: tuple[Place, ...]
     """Where its elements are written: for most tensors, to one whole tensor of the same name."""
     ranks: int = 1
-    """Number of ranks that the tensor, or the part of it in `box`, is spread over. If there are others in the mesh,
+    """Number of ranks that the tensor, or the part of it in `within`, is spread over. If there are others in the mesh,
     they are replicas with equal pieces."""
-    box: IndexMap | None = None
+    within: IndexMap | None = None
     """From elements of a flattened part of the tensor, which is all that the shard group holds, to the tensor's."""
     axes: tuple[Collectives, ...] = ()
     """Groups of ranks that hold other parts."""
@@ -60,7 +61,7 @@ class Piece:
 
     @property
     def held(self) -> Range:
-        """Elements of the flattened global tensor, or of its part in `box`, that this rank holds."""
+        """Elements of the flattened global tensor, or of its part in `within`, that this rank holds."""
         return Range(self.start, self.start + self.tensor.numel())
 
     @property
@@ -70,8 +71,8 @@ class Piece:
 
     def held_at(self, place: Place) -> IndexMap:
         """Return the map from elements of the stored tensor to this rank's elements of flattened `self.tensor`."""
-        if self.box is not None:
-            return self.box.within(*self.held).through(place.runs).moved(here=-self.start).inverse()
+        if self.within is not None:
+            return self.within.within(*self.held).through(place.runs).moved(here=-self.start).inverse()
         return place.runs.within(*self.held).moved(here=-self.start).inverse()
 
     def to_write(self, peers: Peers) -> Piece | None:
@@ -93,12 +94,12 @@ class Piece:
 
     def part(self, flat: Tensor, start: int) -> Piece:
         """Return a piece of the elements `flat` of this one, which begin at element `start` of the global tensor."""
-        return Piece(self.names, self.shape, flat, start, False, self.places, self.ranks, self.box, self.axes)
+        return Piece(self.names, self.shape, flat, start, False, self.places, self.ranks, self.within, self.axes)
 
     def with_tensor(self, tensor: Tensor) -> Piece:
         """Return the same piece with its numbers in `tensor`. (`dataclasses.replace` takes five times as long.)"""
         whole = self.is_whole
-        return Piece(self.names, self.shape, tensor, self.start, whole, self.places, self.ranks, self.box, self.axes)
+        return Piece(self.names, self.shape, tensor, self.start, whole, self.places, self.ranks, self.within, self.axes)
 
     def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
         """See `WritablePiece`. Copies nothing if the elements are in CPU memory in order."""
@@ -310,11 +311,17 @@ def _put(chunk: Tensor, flat: Tensor, part: IndexMap) -> int:
     return chunk.nbytes + elements.nbytes + (cast.nbytes if cast is not chunk else 0)
 
 
-def _map_of(box: Box, shape: Sequence[int]) -> IndexMap:
+def _map_of(part: Part, shape: Sequence[int]) -> IndexMap:
     """Return the map from elements of a flattened part of a tensor to those of the flattened tensor."""
-    strides, own = _row_major(shape), _row_major(box.sizes)
-    start = sum(at * stride for at, stride in zip(box.offset, strides, strict=True))
-    return IndexMap.paired(box.sizes, Strided(0, own), Strided(start, strides))
+    own = _row_major([sum(stop - start for start, stop in ranges) for ranges in part])
+    strides, maps = _row_major(shape), []
+    by_dim = [list(zip(accumulate((b - a for a, b in ranges), initial=0), ranges, strict=False)) for ranges in part]
+    for block in product(*by_dim):
+        here = sum(at * stride for (at, _), stride in zip(block, own, strict=True))
+        there = sum(start * stride for (_, (start, _)), stride in zip(block, strides, strict=True))
+        sizes = [stop - start for _, (start, stop) in block]
+        maps.append(IndexMap.paired(sizes, Strided(here, own), Strided(there, strides)))
+    return IndexMap.joined(maps)
 
 
 def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -340,7 +347,7 @@ def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | N
             return OffloadedStatePiece(tuple(names), shape, like, start, False, places, ranks, state=tensor)
         if slice_of(tensor) is not None:
             return OffloadedPiece(tuple(names), shape, like, start, False, places, ranks, parameter=tensor)
-        box, axes = tensor.placement.box, tensor.placement.groups[1:]
-        part = None if box is None else _map_of(box, shape)
-        return Piece(tuple(names), shape, tensor.local.detach(), start, False, places, ranks, part, axes)
+        part, axes = tensor.placement.part, tensor.placement.groups[1:]
+        within = None if part is None else _map_of(part, shape)
+        return Piece(tuple(names), shape, tensor.local.detach(), start, False, places, ranks, within, axes)
     return Piece(tuple(names), tuple(tensor.shape), tensor.detach(), 0, True, places)

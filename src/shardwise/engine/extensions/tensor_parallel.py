@@ -26,17 +26,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import UsageError
 from shardwise.fsdp.collectives import Collectives
 from shardwise.fsdp.modules import inherit
 from shardwise.fsdp.parameter_group import Group
-from shardwise.fsdp.sharded_parameter import SHARDED_ATTRIBUTE, Box, Placement
+from shardwise.fsdp.sharded_parameter import SHARDED_ATTRIBUTE, Part, Placement
 from shardwise.fsdp.torch_collectives import collectives_for
-
-DTENSOR = "_shardwise_dtensor"
-"""Attribute of a plain parameter that stands in for a DTensor while units are built: the DTensor."""
+from shardwise.modules.extended import DTENSOR
 
 _axes: WeakKeyDictionary[dist.ProcessGroup, Collectives] = WeakKeyDictionary()
 """Collectives of the axes of tensor meshes, which all models on them share."""
@@ -49,6 +47,12 @@ def local_of(parameter: nn.Parameter) -> nn.Parameter:
     plain = nn.Parameter(parameter._local_tensor.detach(), requires_grad=parameter.requires_grad)
     setattr(plain, DTENSOR, parameter)
     return plain
+
+
+def dtensor_of(parameter: nn.Parameter) -> DTensor:
+    """Return the DTensor that the parameter stands in for."""
+    dtensor: DTensor = getattr(parameter, DTENSOR)
+    return dtensor
 
 
 def collectives_of(mesh: DeviceMesh, device: torch.device) -> tuple[Collectives, ...]:
@@ -82,7 +86,7 @@ class TensorPlacement(Placement):
     @property
     def groups(self) -> tuple[Collectives, ...]:
         """The shard group, and those axes of the tensor mesh along which the tensor is cut."""
-        cut = (axis for axis, how in zip(self.axes, self.spec.placements, strict=True) if isinstance(how, Shard))
+        cut = (axis for axis, how in zip(self.axes, self.spec.placements, strict=True) if not how.is_replicate())
         return (self.shard_group, *cut)
 
     @property
@@ -91,17 +95,22 @@ class TensorPlacement(Placement):
         return self.spec.mesh, self.spec.placements
 
     @cached_property
-    def box(self) -> Box:
+    def part(self) -> Part:
         """The local tensor's part of the whole."""
-        sizes, offset = compute_local_shape_and_global_offset(self.shape, self.spec.mesh, self.spec.placements)
-        return Box(tuple(offset), tuple(sizes))
+        return part_of(self.spec)
 
     def piece(self, full: Tensor) -> Tensor:
-        """Return this rank's piece of a plain tensor of the global shape, or of a DTensor on the tensor mesh."""
+        """Return this rank's piece of a plain tensor of the global or the local shape, or of a DTensor on the tensor
+        mesh."""
         if isinstance(full, DTensor):
             local = full.redistribute(self.spec.mesh, self.spec.placements).to_local()
+        elif full.shape == self.local_shape:
+            local = full
         else:
-            local = full[tuple(slice(at, at + size) for at, size in zip(*self.box, strict=True))]
+            local = full
+            for dim, ranges in enumerate(self.part):
+                pieces = [local.narrow(dim, start, stop - start) for start, stop in ranges]
+                local = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
         own = self.fragment
         return local.reshape(-1)[own.start : own.stop]
 
@@ -114,6 +123,40 @@ class TensorPlacement(Placement):
         device = self.axes[0].device
         whole: Tensor = around(flat.view(self.local_shape).to(device), self.spec).full_tensor()
         return whole.to(flat.device)
+
+
+def part_of(spec: DTensorSpec) -> Part:
+    """Return the part of a tensor that this rank of its mesh holds.
+
+    Shard cuts a dim into equal chunks, of which the last ones may be shorter or empty. Strided, it cuts each of several
+    equal segments of a dim so: of weights that are packed together, each rank has its chunk of all.
+    """
+    held: list[list[tuple[int, int]]] = [[(0, size)] for size in spec.shape]
+    for axis, how in enumerate(spec.placements):
+        if isinstance(how, Shard | _StridedShard):
+            segments = int(how.split_factor) if isinstance(how, _StridedShard) else 1
+            dim, ranks, rank = how.dim, spec.mesh.size(axis), spec.mesh.get_local_rank(axis)
+            total = sum(stop - start for start, stop in held[dim])
+            chunk = -(-(total // segments) // ranks)
+            ranges = [
+                (segment + min(rank * chunk, total // segments), segment + min((rank + 1) * chunk, total // segments))
+                for segment in range(0, total, max(1, total // segments))
+            ]
+            held[dim] = _within(held[dim], ranges)
+    return tuple(tuple(ranges) for ranges in held)
+
+
+def _within(held: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return `ranges` of the elements in `held`, counted one after another, as ranges of the elements themselves."""
+    found: list[tuple[int, int]] = []
+    for low, high in ranges:
+        before = 0
+        for start, stop in held:
+            first, last = max(low, before), min(high, before + stop - start)
+            if first < last:
+                found.append((start + first - before, start + last - before))
+            before += stop - start
+    return found or [(0, 0)]
 
 
 def around(local: Tensor, spec: DTensorSpec) -> DTensor:
@@ -129,9 +172,12 @@ class TensorParallelGroup(Group):
     def __init__(self, originals: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         """`originals`: plain parameters that stand in for DTensors. Every rank of the tensor mesh must call this."""
         super().__init__(originals, *args, **kwargs)
-        dtensors: list[DTensor] = [getattr(parameter, DTENSOR) for parameter in self.originals]
-        self.specs: list[DTensorSpec] = [dtensor._spec for dtensor in dtensors]
+        self.specs: list[DTensorSpec] = [dtensor_of(parameter)._spec for parameter in self.originals]
         self.axes = collectives_of(self.specs[0].mesh, self.collectives.device)
+
+    def shape_of(self, original: nn.Parameter) -> tuple[int, ...]:
+        """Return the local tensor's shape."""
+        return tuple(dtensor_of(original)._local_tensor.shape)
 
     def placement_of(self, index: int) -> Placement:
         """As the base class, with the place in the tensor mesh."""
@@ -139,19 +185,20 @@ class TensorParallelGroup(Group):
 
     def make_leaf(self, original: nn.Parameter, placeholder: Tensor) -> nn.Parameter:
         """Return a DTensor over the placeholder: the user's own one, if it can have that device and dtype."""
-        dtensor: Any = getattr(original, DTENSOR)
+        dtensor = dtensor_of(original)
         local: Tensor = dtensor._local_tensor
+        original.data = original.new_empty(0)
         if local.device == placeholder.device and local.dtype == placeholder.dtype:
             local.data = placeholder
             dtensor.grad = None
-            return dtensor  # type: ignore[no-any-return]
+            return dtensor  # type: ignore[return-value]
         leaf = nn.Parameter(around(placeholder, dtensor._spec), requires_grad=original.requires_grad)
         local.data = local.new_empty(0)
-        return inherit(leaf, dtensor)
+        return inherit(leaf, dtensor)  # type: ignore[arg-type]
 
     def shard_parameters(self, *args: Any, **kwargs: Any) -> None:
         """As the base class."""
-        dtensors = [getattr(parameter, DTENSOR) for parameter in self.originals]
+        dtensors = [dtensor_of(parameter) for parameter in self.originals]
         super().shard_parameters(*args, **kwargs)
         for dtensor, sharded in zip(dtensors, self.sharded, strict=True):
             setattr(dtensor, SHARDED_ATTRIBUTE, sharded)  # holders of the original, such as optimizers, find it here
@@ -182,5 +229,15 @@ class TensorParallelGroup(Group):
 
 def check_placements(fqn: str, dtensor: DTensor) -> str | None:
     """Return why this DTensor cannot be sharded further, or None."""
-    wrong = [how for how in dtensor.placements if type(how) not in (Shard, Replicate)]
-    return f"{fqn!r} is a DTensor placed {wrong[0]}, not Shard(dim) or Replicate()" if wrong else None
+    wrong = [how for how in dtensor.placements if type(how) not in (Shard, Replicate, _StridedShard)]
+    if wrong:
+        return f"{fqn!r} is a DTensor placed {wrong[0]}, not Shard(dim) or Replicate()"
+    for how in dtensor.placements:
+        if isinstance(how, _StridedShard) and dtensor.shape[how.dim] % (
+            int(how.split_factor) * dtensor.device_mesh.size()
+        ):
+            return (
+                f"{fqn!r} of shape {tuple(dtensor.shape)} packs {how.split_factor} weights in dim {how.dim}, which "
+                f"{dtensor.device_mesh.size()} ranks do not divide"
+            )
+    return None

@@ -39,7 +39,7 @@ def _materialize(model: nn.Module, units: Sequence[Planned], mesh: Mesh) -> None
     plans = [plan for _, plan in units]
     real = [(fqn, parameter) for plan in plans for fqn, parameter, _ in plan.parameters if not parameter.is_meta]
     agree_on_values(real, mesh)
-    with _SameRandomState(mesh):
+    with SameRandomState(mesh):
         is_first = mesh.replicate.rank == mesh.shard.rank == 0
         materialize(model, plans, mesh.device, shard, tells=is_first)
     for unit, plan in units:
@@ -75,7 +75,7 @@ def _defer(units: Sequence[Planned], mesh: Mesh) -> None:
             have_no_numbers(blank, group.counter)
 
 
-class _SameRandomState:
+class SameRandomState:
     """Inside, every rank has rank 0's random state; afterwards ranks whose state was another get it back."""
 
     def __init__(self, mesh: Mesh) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.engine.lookup import engine_of, engines_by_name, set_engine
 from shardwise.engine.setup.admission import check_admissible
 from shardwise.engine.setup.copying import copy_deeply
+from shardwise.engine.setup.mesh_axes import Axes
 from shardwise.engine.setup.module_methods import refuse_conversions, tell_transformers, watch_state_dicts
 from shardwise.engine.setup.planners import Blocks, GroupedUnit, Units, nesting, planners_for
 from shardwise.engine.setup.torch_patches import install
@@ -31,6 +33,7 @@ from shardwise.fsdp.shard import Seams
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.fsdp.strategy import LEAST_SLOTS, Precision, Strategy
 from shardwise.fsdp.unit import Unit
+from shardwise.modules.extended import is_tensor_parallel
 from shardwise.policy.checks import check_count, checked_align, checked_precision, checked_resharding
 from shardwise.policy.offload import Offload
 from shardwise.suggest import did_you_mean
@@ -38,7 +41,7 @@ from shardwise.suggest import did_you_mean
 if TYPE_CHECKING:
     from shardwise.engine.setup.group_kinds import ExtendedGroups
     from shardwise.engine.setup.offloading import OffloadedGroups
-    from shardwise.engine.setup.tensor_parallel import TensorParallelGroups
+    from shardwise.engine.setup.tensor_parallel import TensorParallelGroups, TensorPlan
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
@@ -54,6 +57,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     ignored: Iterable[nn.Parameter] = (),
     offload: Offload | None = None,
     align: int | None = None,
+    tp_plan: TensorPlan | None = None,
 ) -> M:
     """Shard a model's parameters, gradients and optimizer state over ranks. Every rank must call this.
 
@@ -62,8 +66,8 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
             modules, none inside another, which become one unit. If they are called one after another, the unit stays
             gathered from the first one's call to the last one's. Call `shard` on a module around them after that.
         strategy: a `Strategy`, its lower-case name, or the field's ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp").
-        mesh: data axes only: 1 axis = shard, 2 axes = (replicate, shard). Default: all ranks; for hybrid strategies
-            one shard group per host.
+        mesh: data axes: 1 axis = shard, 2 axes = (replicate, shard); or axes by the names of `sw.mesh`, of which "tp"
+            is the one that `tp_plan` is for. Default: all ranks; for hybrid strategies one shard group per host.
         units: which modules become units. None = automatic (transformers' `_no_split_modules`, else repeated blocks of
             a ModuleList or Sequential; large embeddings and heads alone); module classes; an int = the least numel of
             a unit; a callable (fqn, module) -> bool; "transformers" = the model's own `fsdp_plan`. The rest belongs to
@@ -78,6 +82,10 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         align: elements. Every rank's piece of a parameter begins at a multiple of it, so that blocks of so many are
             never cut: `sw.optim.AdamW8bit.BLOCK_NUMEL` for that optimizer. Costs less than `align` elements of padding
             for each parameter and each slice.
+        tp_plan: makes the model tensor-parallel over the mesh's axis "tp" first. "auto" = a transformers model's own
+            plan; or styles by patterns of module names: transformers' by name ("colwise"), or torch's `ParallelStyle`s.
+            Ranks of one tp group must be given the same batches. A model whose parameters are DTensors on such an axis
+            already needs none.
 
     Returns:
         The same module, or sequence. Its parameters are now `ShardedParameter`s; build the optimizer from them.
@@ -107,6 +115,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     tree = _checked_tree(model, slots, units)
     if next(tree.parameters(), None) is None:
         return model
+    mesh, over_tensor_axis = _divided(tree, mesh, strategy, tp_plan)
     ignored, offload = _checked_ignored(ignored), _checked_offload(offload)
     precision, align = checked_precision(precision), checked_align(align)
     resharding = checked_resharding(reshard_after_forward)
@@ -124,10 +133,36 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         seams.reviews.append(partial(_check_nesting, slots, old))
     if adoption is not None:
         adoption.join(seams)
-    engine = shard_core.shard(tree, strategy, mesh, precision, resharding, slots, align or 1, seams)
+    with over_tensor_axis:
+        engine = shard_core.shard(tree, strategy, mesh, precision, resharding, slots, align or 1, seams)
     for module in [model] if isinstance(model, nn.Module) else model:
         _put_in_charge(module, engine)
     return model
+
+
+def _divided(
+    model: nn.Module, mesh: DeviceMesh | Mesh | None, strategy: Strategy, plan: TensorPlan | None
+) -> tuple[DeviceMesh | Mesh | None, AbstractContextManager[None]]:
+    """Make the model tensor-parallel if there is a plan. Returns the data axes of the mesh, and a context to shard the
+    model in."""
+    axes = Axes.of(mesh, strategy) if isinstance(mesh, DeviceMesh) else None
+    tensor = None if axes is None else axes.tensor
+    if plan is not None and tensor is None:
+        raise ConfigError("tp_plan needs a mesh with an axis 'tp': pass mesh=sw.mesh(tp=...)")
+    over_tensor_axis: AbstractContextManager[None] = nullcontext()
+    are_cut = any(map(is_tensor_parallel, model.parameters()))
+    if are_cut or (tensor is not None and tensor.size() > 1):
+        from shardwise.engine.setup.tensor_parallel import apply_plan, over_axis
+
+        if tensor is not None and plan is not None:
+            apply_plan(model, tensor, plan)
+        elif not are_cut:
+            raise ConfigError(
+                f"the mesh has an axis 'tp', and nothing makes this {type(model).__name__} tensor-parallel: pass "
+                "tp_plan='auto' (transformers' models) or a dict of styles, or leave the axis out"
+            )
+        over_tensor_axis = over_axis(model, tensor)
+    return (mesh if axes is None else axes.data), over_tensor_axis
 
 
 def _seams(
@@ -178,7 +213,7 @@ def _take_subclasses(seams: Seams, model: nn.Module, offloaded: OffloadedGroups 
         from shardwise.engine.setup.group_kinds import ExtendedGroups
 
         kinds.append(ExtendedGroups(offloaded))
-    if any(hasattr(parameter, "_local_tensor") for parameter in model.parameters()):  # DTensors
+    if any(map(is_tensor_parallel, model.parameters())):
         from shardwise.engine.setup.tensor_parallel import TensorParallelGroups
 
         if offloaded is not None:

@@ -1,18 +1,37 @@
-"""The kind of groups for parameters that are DTensors on a tensor-parallel mesh."""
+"""Tensor parallelism: the plans that cut a model's parameters, and the kind of groups for those."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import inspect
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from shardwise.engine.extensions.tensor_parallel import DTENSOR, TensorParallelGroup, check_placements, local_of
-from shardwise.errors import LayoutError, MeshError
+from shardwise import accelerators
+from shardwise.engine.extensions.tensor_parallel import (
+    TensorParallelGroup,
+    check_placements,
+    collectives_of,
+    dtensor_of,
+    local_of,
+)
+from shardwise.engine.setup.materialisers import SameRandomState
+from shardwise.errors import ConfigError, LayoutError, MeshError
 from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.mesh import Mesh
 from shardwise.fsdp.modules import Original, UnitPlan
 from shardwise.fsdp.parameter_group import Group
-from shardwise.fsdp.shard import dtypes_of
+from shardwise.fsdp.shard import agree_on_values, dtypes_of
+from shardwise.fsdp.sharded_parameter import ShardedParameter
+from shardwise.fsdp.torch_collectives import DryCollectives
+from shardwise.modules.extended import DTENSOR
 
 
 class TensorParallelGroups:
@@ -33,7 +52,7 @@ class TensorParallelGroups:
     def make(self, originals: Sequence[Original], engine: Engine) -> Group:
         """Make a group. Raises MeshError if the model's data ranks are not those of one place in the tensor mesh."""
         fqn, first, _ = originals[0]
-        tensor_mesh = getattr(first, DTENSOR).device_mesh
+        tensor_mesh = dtensor_of(first).device_mesh
         theirs = {int(rank) for rank in tensor_mesh.mesh.flatten()}
         ours = {rank for span in engine.mesh.spans for rank in span}
         if len(theirs) > 1 and len(theirs & ours) > 1:
@@ -47,10 +66,150 @@ class TensorParallelGroups:
 
 
 def _check_dtensor(fqn: str, parameter: nn.Parameter) -> None:
-    if not isinstance(parameter, DTensor):
+    given: Any = parameter
+    dtensor = getattr(given, DTENSOR, given)
+    if not isinstance(dtensor, DTensor):
         return
-    reason = check_placements(fqn, parameter)
-    if reason is None and parameter.is_meta:
+    reason = check_placements(fqn, dtensor)
+    if reason is None and isinstance(given, DTensor) and given.is_meta:
         reason = f"{fqn!r} is a DTensor on the meta device: give it memory and values first"
     if reason is not None:
         raise LayoutError(reason)
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+TensorPlan = str | Mapping[str, Any]
+"""What `sw.shard(tp_plan=)` takes."""
+
+
+def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
+    """Make a model tensor-parallel: install the styles' forwards, and mark the parameters that are cut, which keep
+    their whole shape and device until they are sharded. Every rank of the mesh must call this.
+
+    Args:
+        plan: "auto", a transformers model's own plan; or styles by patterns of names, such as
+            {"layers.*.up": "colwise", "layers.*.down": "rowwise"}: transformers' by name for transformers' models, or
+            torch's `ParallelStyle`s.
+
+    Raises ConfigError for a plan that the model has not or cannot take, LayoutError for a tied parameter that it places
+    in two ways.
+    """
+    held = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+    given = _checked_plan(model, plan)
+    if all(isinstance(style, str) for style in given.values()):
+        _apply_transformers(model, mesh, given)
+    else:
+        parallelize_module(model, mesh, dict(given))
+    marked: dict[int, DTensor] = {}
+    for module, name, parameter in held:
+        now: Any = module._parameters[name]
+        if now is parameter or not isinstance(now, DTensor):
+            continue
+        before = marked.setdefault(id(parameter), now)
+        if before.placements != now.placements:
+            raise LayoutError(
+                f"tp_plan places the tied parameter {name!r} of a {type(module).__name__} {now.placements}, and in "
+                f"another place {before.placements}: both must be equal"
+            )
+        setattr(parameter, DTENSOR, before)
+        module._parameters[name] = parameter
+    if not marked:
+        raise ConfigError(f"tp_plan={plan!r} cuts no parameter of this {type(model).__name__}")
+
+
+def _checked_plan(model: nn.Module, plan: TensorPlan) -> Mapping[str, Any]:
+    """Return styles by patterns, of one kind."""
+    theirs: Any = getattr(model, "tp_plan", None)
+    if plan == "auto":
+        if not isinstance(theirs, dict) or not theirs:
+            raise ConfigError(
+                f"tp_plan='auto': {type(model).__name__} has no tensor-parallel plan of its own: pass a dict of styles "
+                "by names, such as {'layers.*.up': ColwiseParallel(), 'layers.*.down': RowwiseParallel()}"
+            )
+        return theirs
+    styles = list(plan.values()) if isinstance(plan, Mapping) else []
+    if not styles or (
+        not all(isinstance(s, str) for s in styles) and not all(isinstance(s, ParallelStyle) for s in styles)
+    ):
+        raise ConfigError(
+            f"tp_plan={plan!r}: must be 'auto', or a dict of styles by names: all names or all ParallelStyles"
+        )
+    if isinstance(styles[0], str) and not isinstance(theirs, dict):
+        raise ConfigError(
+            f"tp_plan has styles by name, which transformers' models know, and {type(model).__name__} is none: pass "
+            "torch.distributed.tensor.parallel's, such as ColwiseParallel()"
+        )
+    assert isinstance(plan, Mapping)
+    return plan
+
+
+def _apply_transformers(model: Any, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    try:
+        model._validate_parallel_plan(dict(plan), _styles(), "tp_plan")
+    except ValueError as error:
+        raise ConfigError(f"tp_plan: {error}") from None
+    _check_heads(model, mesh.size())
+    expanded = model._expand_parallel_plan(dict(plan))
+    known = {name for name, _ in (*model.named_parameters(), *model.named_modules())}
+    apply_tensor_parallelism(model, mesh, {name: style for name, style in expanded.items() if name in known})
+    for name in expanded.keys() - known:  # other names of tied parameters
+        module, _, own = name.rpartition(".")
+        _styles()[expanded[name]].shard_param(model.get_submodule(module), own, mesh)
+    model._tp_size = mesh.size()
+
+
+def _styles() -> Any:
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    return ALL_PARALLEL_STYLES
+
+
+def _check_heads(model: Any, size: int) -> None:
+    """Raise ConfigError if heads of attention cannot be divided: their modules view features as whole heads."""
+    config = model.config.get_text_config()
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % size:
+            raise ConfigError(f"tp={size} does not divide the model's {name}={heads}")
+
+
+@contextmanager
+def over_axis(model: nn.Module, mesh: DeviceMesh | None) -> Iterator[None]:
+    """A context to shard a tensor-parallel model in. Ranks of `mesh`, the tensor axis, get its rank 0's values, and
+    draw the same ones for what is on the meta device; None: the caller has seen to that."""
+    if mesh is None:
+        yield
+    else:
+        device = accelerators.of_kind(mesh.device_type)
+        ranks = Mesh(collectives_of(mesh, device)[0], DryCollectives(0, 1, device), device)
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        plain = [(name, each) for name, each in tensors if not isinstance(each, DTensor | ShardedParameter)]
+        agree_on_values([(name, each) for name, each in plain if not each.is_meta], ranks)
+        with SameRandomState(ranks):
+            yield
+    _reduce_gradients_of_replicas(model)
+
+
+def _reduce_gradients_of_replicas(model: nn.Module) -> None:
+    """Sum partial gradients of transformers' replicated parameters, such as norms of single heads, before the engine
+    collects them. (transformers sums `.grad` after the engine has taken it.)"""
+    for module in model.modules():
+        forward: Any = module.__dict__.get("forward")
+        if not getattr(forward, "__qualname__", "").startswith("ReplicatedWithGradAllReduce."):
+            continue
+        known = inspect.getclosurevars(forward).nonlocals
+        group = inspect.getclosurevars(known["_all_reduce_grad"]).nonlocals["mesh"].get_group()
+        for name, parameter in module.named_parameters(recurse=False):
+            leaf = parameter.unsharded if isinstance(parameter, ShardedParameter) else None
+            if leaf is not None and known["is_already_hooked"].get(name) is not leaf:
+                known["is_already_hooked"][name] = leaf
+                leaf.register_hook(partial(_summed, group=group))
+
+
+def _summed(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = grad.clone()
+    dist.all_reduce(total, group=group)
+    return total

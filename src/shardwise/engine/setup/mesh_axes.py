@@ -1,0 +1,80 @@
+"""Meshes with named axes: which of them are data axes, and which axis a model is tensor-parallel over."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise import accelerators
+from shardwise.errors import MeshError
+from shardwise.fsdp.strategy import Strategy
+from shardwise.policy.checks import check_count
+
+REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
+NAMES = (REPLICATE, SHARD, TENSOR)
+
+
+def mesh(dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1) -> DeviceMesh:
+    """Return a mesh of all ranks with the axes `dp_replicate`, `dp_shard` and `tp`. Every rank must call this.
+
+    Args:
+        dp_replicate: number of copies of the model.
+        dp_shard: number of ranks that parameters, gradients and optimizer state are sharded over; -1: all that are
+            left.
+        tp: number of ranks that share each matrix product, and the same batch. Consecutive ranks: on one host if they
+            fit.
+
+    Give it to `sw.shard(model, strategy, mesh=mesh, tp_plan="auto")`; ranks of one `tp` group need the same batches:
+    `mesh["dp_shard"].get_local_rank()` tells a rank its own.
+
+    Raises MeshError if the sizes do not make up the number of ranks, or there is no process group.
+    """
+    if not dist.is_initialized():
+        raise MeshError("sw.mesh needs a process group: call torch.distributed.init_process_group(...) first")
+    for name, size in ((REPLICATE, dp_replicate), (TENSOR, tp)):
+        check_count(name, size, 1)
+    world_size, others = dist.get_world_size(), dp_replicate * tp
+    if dp_shard == -1 and world_size % others == 0:
+        dp_shard = world_size // others
+    sizes = (dp_replicate, dp_shard, tp)
+    if dp_shard < 1 or math.prod(sizes) != world_size:
+        asked = ", ".join(f"{name}={size}" for name, size in zip(NAMES, sizes, strict=True))
+        raise MeshError(f"sw.mesh({asked}): the product must be the number of ranks, {world_size}")
+    return init_device_mesh(accelerators.of_group(dist.group.WORLD).type, sizes, mesh_dim_names=NAMES)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A mesh's axes, by what they are for."""
+
+    data: DeviceMesh
+    """What `sw.shard` shards and replicates over: one axis, or two for hybrid strategies."""
+    tensor: DeviceMesh | None
+    """The tensor axis, if there is one."""
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, strategy: Strategy) -> Axes:
+        """Divide a mesh by the names of its axes. A mesh without our names has data axes only.
+
+        Raises MeshError if the strategy does not fit the sizes.
+        """
+        names = mesh.mesh_dim_names or ()
+        if not {REPLICATE, SHARD, TENSOR}.intersection(names) or SHARD not in names:
+            return cls(mesh, None)
+        tensor = mesh[TENSOR] if TENSOR in names else None
+        if REPLICATE not in names:
+            return cls(mesh[SHARD], tensor)
+        is_hybrid = strategy.sharded and strategy.replicated
+        if is_hybrid:
+            return cls(mesh[REPLICATE, SHARD], tensor)
+        if mesh[REPLICATE].size() == 1:
+            return cls(mesh[SHARD], tensor)
+        if mesh[SHARD].size() == 1 and not strategy.sharded:
+            return cls(mesh[REPLICATE], tensor)
+        raise MeshError(
+            f"strategy {strategy.value!r} on a mesh with {REPLICATE}={mesh[REPLICATE].size()} and "
+            f"{SHARD}={mesh[SHARD].size()}: use hybrid_shard or hybrid_shard_zero2, or one of the two axes alone"
+        )
