@@ -47,24 +47,19 @@ _TP = "tensor parallelism beside it"
 _SHARD = "placements by dim, DTensor's private spec"
 NEEDS_DTENSOR = {
     "clip_grad_norm_.test_clip_grad_norm_1d": "the norm is to be a DTensor; here it is a plain tensor",
-    "clip_grad_norm_.test_clip_grad_norm_2d": _TP,
+    "clip_grad_norm_.test_clip_grad_norm_2d": "the norm is to be a DTensor; FSDP2 fails on CPU ranks",
     "grad_scaler.test_gradient_scaler": _TP,
-    "init.test_shard_dtensor_parameters": _TP,
+    "init.test_shard_dtensor_parameters": _SHARD,
     "init.test_shard_tensor_parameters": _SHARD,
-    "init.test_meta_device_2d_init": _TP,
     "init.test_rank0_broadcast_meta_device_init": "state dicts made with distribute_tensor",
     "init.test_init_1d_transformer_shard_largest_dim": _SHARD,
-    "init.test_init_2d_transformer_shard_diff_dim": _TP,
-    "state_dict.test_2d_state_dict_correctness": _TP,
-    "state_dict.test_dp_tp_state_dict_save_load": _TP,
-    "state_dict.test_hsdp_tp_state_dict_save_load": _TP,
-    "training.test_2d_mlp_with_nd_mesh": _TP,
-    "training.test_3d_mlp_with_nd_mesh": _TP,
+    "init.test_init_2d_transformer_shard_diff_dim": _SHARD,
 }
 
 _SUBCLASS = "tensor subclasses with an all-gather of their own around two tensors: refused"
 _PATCHED = "an all-gather of their own, given to a tensor after fully_shard: not looked for"
 _WORKS = "expects an error for what works here"
+_ELSEWHERE = "rank 0 is to hold a piece of every parameter; of small ones it may be another rank"
 DIFFERENT = {
     "extensions.test_all_gather_extensions_train_parity": _SUBCLASS,
     "extensions.test_all_gather_extensions_end_to_end": _SUBCLASS,
@@ -79,8 +74,9 @@ DIFFERENT = {
     "init.test_hsdp_broadcast_across_replicas": "replicas are to differ after fully_shard; here all get rank 0's",
     "mixed_precision.test_reduce_dtype": "sums of bf16 are to be rounded to bf16; here pieces travel in bf16 and are "
     "summed in fp32",
-    "state_dict.test_dp_state_dict_save_load": "rank 0 is to hold a piece of every parameter; of small ones it may be "
-    "another rank",
+    "state_dict.test_dp_state_dict_save_load": _ELSEWHERE,
+    "state_dict.test_dp_tp_state_dict_save_load": _ELSEWHERE,
+    "state_dict.test_hsdp_tp_state_dict_save_load": _ELSEWHERE,
     "training.test_to_float64_after_init": "model.to(dtype) after fully_shard: refused",
     "training.test_gradient_accumulation": "counts all_gathers: there are fewer here from the second micro-batch on",
 }

@@ -184,11 +184,16 @@ def _span(names: Sequence[str]) -> str:
 # Lines ------------------------------------------------------------------------------------------------------------
 
 
+def _tensor_axes(engine: Engine) -> str:
+    axes = next((group.axes for unit in engine.units for group in unit.groups if group.axes), ())
+    return "".join(f" x tp={axis.world_size}" for axis in axes)
+
+
 def _title(engine: Engine, units: Sequence[UnitPlace]) -> str:
     numel = sum(unit.numel for unit in units)
     return (
         f"{type(engine.root.module).__name__}: {numel:,} parameters in {len(units)} units, "
-        f"{engine.strategy.value}, {engine.mesh.describe()}, slots={engine.slots}"
+        f"{engine.strategy.value}, {engine.mesh.describe()}{_tensor_axes(engine)}, slots={engine.slots}"
     )
 
 

@@ -94,6 +94,19 @@ class TensorPlacement(Placement):
         """The tensor mesh and the placements on it."""
         return self.spec.mesh, self.spec.placements
 
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The data axes and the tensor axes, as the mesh names them of which both are parts."""
+        root = self.spec.mesh._get_root_mesh()
+        names, own = root.mesh_dim_names or (), self.spec.mesh.mesh_dim_names or ()
+        data = [
+            dist.get_process_group_ranks(group.process_group)
+            for group in (self.replicas, self.shard_group)
+            if group is not None and group.process_group is not None
+        ]
+        of_axis = {name: dist.get_process_group_ranks(root.get_group(name)) for name in names}
+        return root[tuple(name for name in names if name in own or of_axis[name] in data)]
+
     @cached_property
     def part(self) -> Part:
         """The local tensor's part of the whole."""

@@ -31,6 +31,7 @@ from shardwise.fsdp.parameter_group import Group
 from shardwise.fsdp.shard import agree_on_values, dtypes_of
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.fsdp.torch_collectives import DryCollectives
+from shardwise.modules.deferred_init.deferral import is_deferred
 from shardwise.modules.extended import DTENSOR
 
 
@@ -71,8 +72,8 @@ def _check_dtensor(fqn: str, parameter: nn.Parameter) -> None:
     if not isinstance(dtensor, DTensor):
         return
     reason = check_placements(fqn, dtensor)
-    if reason is None and isinstance(given, DTensor) and given.is_meta:
-        reason = f"{fqn!r} is a DTensor on the meta device: give it memory and values first"
+    if reason is None and isinstance(given, DTensor) and given.is_meta and not is_deferred():
+        reason = f"{fqn!r} is a DTensor on the meta device: leave the model whole there, and pass sw.shard(tp_plan=...)"
     if reason is not None:
         raise LayoutError(reason)
 

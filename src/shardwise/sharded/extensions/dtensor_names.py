@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -41,18 +42,26 @@ class FlatPieces:
         return False
 
 
-def _placements(sharded: ShardedParameter) -> tuple[FlatPieces]:
-    """How the ranks of `device_mesh` hold it: in consecutive ranges of the flattened tensor, of any length."""
+def _placements(sharded: ShardedParameter) -> tuple[Any, ...]:
+    """How the ranks of `device_mesh` hold it: in consecutive ranges of the flattened tensor, of any length. Of a
+    tensor-parallel parameter, of the flattened local tensor; torch's placements on the other axes are beside that."""
     placement = sharded.placement
     ranks = range(placement.shard_group.world_size)
     fragments = [placement.layout.fragment(placement.index, rank) for rank in ranks]
-    return (FlatPieces(tuple((fragment.start, fragment.stop) for fragment in fragments)),)
+    pieces = FlatPieces(tuple((fragment.start, fragment.stop) for fragment in fragments))
+    if placement.part is None:
+        return (pieces,)
+    from torch.distributed.tensor import Replicate  # half a second, which other models need not spend
+
+    replicas = (Replicate(),) if placement.replicas is not None and placement.replicas.world_size > 1 else ()
+    return (*replicas, pieces, *placement.spec.placements)  # type: ignore[attr-defined]
 
 
 def _device_mesh(sharded: ShardedParameter) -> DeviceMesh:
-    """The ranks that hold pieces, as a mesh of one axis. No communication. Raises UsageError if there is no process
-    group."""
-    return mesh_of(sharded.placement.shard_group, sharded.fqn)
+    """The ranks that hold pieces, as a mesh of one axis; for a tensor-parallel parameter, of its data and tensor axes.
+    No communication. Raises UsageError if there is no process group."""
+    of_all_axes: DeviceMesh | None = getattr(sharded.placement, "device_mesh", None)
+    return of_all_axes if of_all_axes is not None else mesh_of(sharded.placement.shard_group, sharded.fqn)
 
 
 def _to_local(sharded: ShardedParameter) -> Tensor:
