@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
@@ -203,16 +201,6 @@ def test_a_parameter_that_asks_for_gradients_of_another_dtype_is_refused_by_name
         sw.shard(model)
     assert is_untouched(model)
     sw.shard(model, ignored=[model[2].weight])
-
-
-@pytest.mark.usefixtures("alone")
-def test_dtensor_parameters_are_refused_by_name() -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    model = chain()
-    model[2].weight = nn.Parameter(distribute_tensor(model[2].weight.detach(), mesh, [Replicate()]))
-    with pytest.raises(LayoutError, match=r"'2.weight' is a DTensor.*\.full_tensor\(\)"):
-        sw.shard(model)
-    assert is_untouched(model)
 
 
 def test_other_tensor_subclasses_are_refused_by_name() -> None:

@@ -75,8 +75,7 @@ def _check_kinds(to_shard: Iterable[tuple[str, nn.Parameter]]) -> None:
         if not plain:
             raise LayoutError(
                 f"{fqn!r} is a {kind.__name__}, a tensor subclass with operations of its own, which its pieces would "
-                "lose: shard plain parameters (for a DTensor, its .to_local() or .full_tensor()), or leave it alone "
-                "with sw.shard(ignored=...)"
+                "lose: shard plain parameters, or leave it alone with sw.shard(ignored=...)"
             )
         if parameter.layout is not torch.strided or parameter.is_quantized:
             what = "quantized" if parameter.is_quantized else str(parameter.layout)
