@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.publish import commit
-from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
+from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.checkpoint.saving import save
 from shardwise.checkpoint.streaming import described_weights, stream_weights
 from shardwise.engine.lookup import engines_of
@@ -97,7 +97,7 @@ def reload_from_disk(
     Raises as `sw.checkpoint.save`.
     """
     engines = engines_of(model)
-    peers = Peers(mesh_of(engines))
+    peers = Peers(engines)
     path = Path(directory).absolute() / f"{_PREFIX}{step:06d}"
     save(path, model, step=step, overwrite=True)
 
