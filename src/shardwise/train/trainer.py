@@ -48,6 +48,7 @@ from shardwise.train.output.out_of_memory import explained
 from shardwise.train.output.push import push_final
 from shardwise.train.process.interruption import Interrupted, Interruption
 from shardwise.train.process.ranks import Ranks, started
+from shardwise.train.run.best import LOSS, Best
 from shardwise.train.run.checkpoints import Resumed, why_finished
 from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.metrics import MetricsWriter, StepMetrics, open_writer
@@ -150,14 +151,16 @@ class Trainer:
         with ranks.together():
             self.task = load_task(config)
         rank_consistency.check(config, self.task, ranks)
-        share = Share(ranks.rank, ranks.world_size, train.micro_batch)
-        self.share = share
-        self.batches = Batches(self.task.train, share, train.global_batch, config.data.seed)
+        self.share = Share(ranks.rank, ranks.world_size, train.micro_batch)
+        self.batches = Batches(self.task.train, self.share, train.global_batch, config.data.seed)
         self.first_step = 0
         """Number of steps taken before this launch resumed the run; `batches` start there."""
+        self.taken = 0
+        """Number of steps taken so far."""
+        self.best = Best(train.best_by)
         self.evaluates_first = train.eval_every > 0
         """Whether to evaluate the model before the first step."""
-        self.held_out = EvaluationBatches(self.task.held_out, share)
+        self.held_out = EvaluationBatches(self.task.held_out, self.share)
         console.unit = "tokens" if self.task.shape.vocab_size else "rows"
         for line in self.task.says:
             console.say(line)
@@ -265,10 +268,7 @@ class Trainer:
                 f"the checkpoints in {directory.checkpoints} were removed while the run started: start it again"
             )
         self._go_on(resumed)
-        if self.config.data.document_mask:
-            in_16_bits = self.config.parallel.param_dtype in {"bf16", "fp16"}
-            rows, shape = train.micro_batch, self.task.shape
-            check_keeps_apart(self.model, self.loss_function, self.ranks, rows, shape, in_16_bits)
+        self._check_documents()
         device_tools.reset_peak(self.ranks.device)  # the peak must not include memory used to build the model
         with self.interruption.heard(), checkpoints.finished(self.model), ExitStack() as stack:
             with self.ranks.together():
@@ -280,24 +280,51 @@ class Trainer:
                 self._evaluate(self.first_step, writer)
                 if self.interruption.agreed:
                     self._leave(checkpoints, self.first_step)
-            for step in range(self.first_step, train.steps):
-                self._explained_step(step)
-                taken = step + 1
+            while self.taken < train.steps and not self.best.ends(train.patience):
+                self._explained_step(self.taken)
+                self.taken += 1
+                taken = self.taken
                 last = taken == train.steps
                 evaluates = last or (train.eval_every > 0 and taken % train.eval_every == 0)
                 read_all = evaluates or checkpoints.is_due(taken) or self.interruption.agreed
                 self._report(writer, 1 if self.reads_late and not read_all else 0)
                 evaluated = self._evaluate(taken, writer) if evaluates else True
-                if checkpoints.is_due(taken) or (self.interruption.agreed and checkpoints.are_on and not last):
+                stops = self.best.ends(train.patience)
+                ends_here = (self.interruption.agreed and not last) or stops
+                is_best = self.config.checkpoint.keep_best and self.best.step == taken
+                if checkpoints.is_due(taken) or is_best or (ends_here and checkpoints.are_on):
                     if writer is not None:
                         writer.flush()
                     self._save(checkpoints, taken, evaluated)
-                if self.interruption.agreed and not last:
+                if self.interruption.agreed and not (last or stops):
                     self._leave(checkpoints, taken)
+        if self.taken < train.steps:
+            self.console.say(
+                f"stopped after step {self.taken} of {train.steps}: {self.best.waited} evaluations in a row were not "
+                f"better than the best, {self.best}"
+            )
         footprint = self._footprint()
         self.console.doing(f"writing {directory.final}")
-        export(self.model, self.task.processor, directory, self.ranks, max(self.first_step, train.steps), self.form)
+        step = self._load_best(checkpoints)
+        export(self.model, self.task.processor, directory, self.ranks, step, self.form)
         self._sum_up(directory, footprint)
+
+    def _check_documents(self) -> None:
+        """Check that the model keeps documents apart if it is to. Every rank must call this."""
+        if self.config.data.document_mask:
+            in_16_bits = self.config.parallel.param_dtype in {"bf16", "fp16"}
+            rows, shape = self.config.train.micro_batch, self.task.shape
+            check_keeps_apart(self.model, self.loss_function, self.ranks, rows, shape, in_16_bits)
+
+    def _load_best(self, checkpoints: Checkpoints) -> int:
+        """Load the weights of the best checkpoint if `final/` is written from it. Return the steps that the model has
+        taken. Every rank must call this."""
+        best = self.best.step
+        if not self.config.checkpoint.keep_best or best is None or best == self.taken:
+            return self.taken
+        sw.checkpoint.load(checkpoints.path(best), self.model)
+        self.console.say(f"the best evaluation found {self.best}: these are the weights that are written")
+        return best
 
     def _checkpoints(self, directory: RunDirectory) -> Checkpoints:
         """Return the run's checkpoints. Each stores the processor beside the model, as `final/` does. Every rank must
@@ -307,7 +334,8 @@ class Trainer:
             if self.ranks.is_first and self.config.checkpoint.every:
                 files = files_of(self.task.processor)
         base = self.ranks.on_first(lambda: base_digest(self.config))
-        return Checkpoints(directory.checkpoints, self.config.checkpoint, self.ranks, files, base)
+        best = self.best if self.config.checkpoint.keep_best else None
+        return Checkpoints(directory.checkpoints, self.config.checkpoint, self.ranks, files, base, best=best)
 
     def _go_on(self, resumed: Resumed | None) -> None:
         """Restore the position in the data, the step count and the loss scale from a loaded checkpoint, if any."""
@@ -317,7 +345,10 @@ class Trainer:
         assert train.global_batch is not None
         with resumed.in_data(data):
             self.batches = Batches(self.task.train, self.share, train.global_batch, data.seed, resumed.position)
-        self.first_step = resumed.step
+        self.first_step = self.taken = resumed.step
+        stored = Best.of(train.best_by, resumed.extra.get("best"))
+        for name in ("step", "value", "mark", "waited"):
+            setattr(self.best, name, getattr(stored, name))
         self.evaluates_first = resumed.extra.get("evaluated") is False
         if resumed.extra.get("scaler"):
             self.scaler.load_state_dict(resumed.extra["scaler"])
@@ -346,6 +377,7 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "evaluated": evaluated,
             "skipped_steps": self.skipped_steps,
+            "best": self.best.to_json(),
             "param_dtype": self.config.parallel.param_dtype,
         }
         checkpoints.save(step, self.model, self.optimizer, position, extra)
@@ -544,6 +576,8 @@ class Trainer:
             self.console.say(f"step {step}: the evaluation was interrupted")
             return False
         self.console.evaluated(step, found.loss, found.metrics)
+        if step:
+            self.best.add(step, {LOSS: found.loss, **found.metrics}, self.config.train.min_delta)
         if writer is not None:
             writer.evaluation(step, {"loss": found.loss, self.task.objective.counts: found.targets, **found.metrics})
         return True

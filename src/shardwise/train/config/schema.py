@@ -280,6 +280,13 @@ class TrainConfig(Section):
     then not taken: "stop" ends the run; "skip" goes on with the next batch, and counts the step in `metrics.jsonl`."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations; 0 = after the last step only."""
+    best_by: Annotated[str, Field(min_length=1)] = "loss"
+    """What makes one evaluation better than another, for `patience` and `checkpoint.keep_best`: a lower held-out
+    "loss", or a higher metric of the task, such as "accuracy" or "f1"."""
+    patience: NonNegativeInt = 0
+    """Stop after this many evaluations in a row that are not better; 0 = train all steps."""
+    min_delta: NonNegativeFloat = 0.0
+    """How much better an evaluation must be to count for `patience`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """The seed of the initial weights and of dropout."""
     activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective-ops|every-[1-9]\d*|offload)$")] = (
@@ -308,6 +315,16 @@ class TrainConfig(Section):
                 'on_nonfinite = "skip" with optimizer_in_backward: steps are taken before it is known whether all '
                 "gradients are finite; leave one of them out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluates_to_stop(self) -> Self:
+        if self.patience and not self.eval_every:
+            raise ValueError(f"patience = {self.patience} counts evaluations: set eval_every as well")
+        if self.min_delta and not self.patience:
+            raise ValueError(f"min_delta = {self.min_delta:g} has no effect without patience: set it as well")
+        if self.best_by == "perplexity":
+            raise ValueError('best_by = "perplexity" means the same as "loss", which is to be low: set "loss"')
         return self
 
     @model_validator(mode="after")
@@ -349,6 +366,9 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 = none."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
+    keep_best: bool = False
+    """Save after each evaluation that is the best so far (`train.best_by`), keep that checkpoint beside the newest ones
+    as `checkpoints/best`, and write `final/` from it."""
     asynchronous: bool = False
     """Copy checkpoints to host memory and write them while training continues."""
     resume: str = "auto"
@@ -455,6 +475,12 @@ class Config(Section):
     offload: OffloadConfig = OffloadConfig()
     hub: HubConfig = HubConfig()
     log: LogConfig
+
+    @model_validator(mode="after")
+    def _evaluates_to_keep_the_best(self) -> Self:
+        if self.checkpoint.keep_best and not (self.train.eval_every and self.checkpoint.every):
+            raise ValueError("checkpoint.keep_best needs train.eval_every and checkpoint.every above 0: set both")
+        return self
 
     @model_validator(mode="after")
     def _saves_from_disk_at_once(self) -> Self:

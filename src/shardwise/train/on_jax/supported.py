@@ -25,6 +25,8 @@ def check_supported(config: Config) -> None:
         f'train.activation_checkpointing = "{train.activation_checkpointing}"': train.activation_checkpointing
         not in REMAT,
         "data.document_mask": config.data.document_mask,
+        f"train.patience = {train.patience}": train.patience > 0,
+        "checkpoint.keep_best": config.checkpoint.keep_best,
         f"lora.r = {config.lora.r}": config.lora.r > 0,
         f'parallel.strategy = "{parallel.strategy}"': parallel.strategy not in _STRATEGIES,
         f'parallel.param_dtype = "{parallel.param_dtype}"': parallel.param_dtype == "fp16",

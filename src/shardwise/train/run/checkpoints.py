@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -16,9 +16,12 @@ from shardwise.checkpoint.ranks import save_thread
 from shardwise.errors import CheckpointError, ConfigError, UnreadableError, UserError
 from shardwise.train.config.schema import CheckpointConfig, Config, DataConfig
 from shardwise.train.data.order import Position
+from shardwise.train.run.best import Best
 from shardwise.train.run.directory import RunDirectory
 
 T = TypeVar("T")
+BEST = "best"
+"""Name of the link to the best checkpoint, beside the checkpoints."""
 
 
 class Ranks(Protocol):
@@ -70,6 +73,8 @@ class KeptCheckpoints:
     directory: Path
     config: CheckpointConfig
     ranks: Ranks
+    best: Best | None = field(default=None, kw_only=True)
+    """Which checkpoint is the best, if it is to be kept."""
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after `step` steps."""
@@ -97,8 +102,25 @@ class KeptCheckpoints:
         return self.ranks.on_first(run)
 
     def drop_old(self) -> None:
-        for old in self.committed()[self.config.keep :]:
-            commit.remove(self.path(old))
+        committed = self.committed()
+        best = self._link_best(committed)
+        for old in committed[self.config.keep :]:
+            if old != best:
+                commit.remove(self.path(old))
+
+    def _link_best(self, committed: Sequence[int]) -> int | None:
+        """Let `checkpoints/best` name the best checkpoint once it is there. Return the step that it names."""
+        link = self.directory / BEST
+        step = None if self.best is None else self.best.step
+        if step is not None and step in committed:
+            target, partial = self.path(step).name, link.with_name(f".{BEST}")
+            if not link.is_symlink() or link.readlink().name != target:
+                partial.unlink(missing_ok=True)
+                partial.symlink_to(target)
+                partial.replace(link)
+        return next(
+            (step for step in committed if link.is_symlink() and self.path(step).name == link.readlink().name), None
+        )
 
     @contextmanager
     def ending(self, finish: Callable[[], None]) -> Iterator[None]:
@@ -222,7 +244,19 @@ def why_finished(directory: RunDirectory, config: Config) -> str:
     done = f"{directory.path} is finished: the model is in {directory.final}"
     if config.train.steps <= (taken := directory.steps_taken):
         return f"{done}; to train anew, set log.name; to continue, set train.steps above {taken}"
+    if config.checkpoint.resume == "auto" and (found := _stopped(directory, config)):
+        return f"{done}. It stopped early, at {found}; to continue, raise train.patience, or set it to 0"
     if config.checkpoint.resume == "auto" and commit.latest(directory.path) is None:
         asked = f"train.steps={config.train.steps}"
         return f"{done}, and there is no checkpoint from which to continue to {asked}; set log.name to train anew"
     return ""
+
+
+def _stopped(directory: RunDirectory, config: Config) -> Best | None:
+    """Return the best evaluation of a run that stopped early and still would; None for any other. Not collective."""
+    newest = commit.latest(directory.path)
+    with suppress(UserError, OSError):
+        extra = {} if newest is None else training_json.read(Contents.of(newest))["extra"] or {}
+        best = Best.of(config.train.best_by, extra.get("best"))
+        return best if best.ends(config.train.patience) else None
+    return None
