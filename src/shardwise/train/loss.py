@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from shardwise import device_tools
 from shardwise.errors import UserError
 from shardwise.plan.models.transformers_models import without_cache
-from shardwise.train.data.micro_batch import MicroBatch
+from shardwise.train.data.micro_batch import IGNORED, MicroBatch
 from shardwise.train.process.interruption import Interruption
 from shardwise.train.process.ranks import Ranks
 from shardwise.train.tasks.objectives import NextToken, Objective, SameToken
@@ -148,7 +148,11 @@ def _for_decoder(model: Any, labels: Tensor) -> dict[str, Tensor]:
     """Return the argument from which a decoder predicts the labels: as its class shifts them. If the class shifts them
     only inside, the labels themselves; the loss that it then computes as well is not used."""
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    return {"labels": labels} if shift is None else {"decoder_input_ids": shift(labels)}
+    if shift is None:
+        return {"labels": labels}
+    some = 0 if getattr(model.config, "pad_token_id", None) else 1  # any token but padding
+    first = torch.where((labels == IGNORED).all(1), some, labels[:, 0])  # some classes look for a row's last token
+    return {"decoder_input_ids": shift(torch.cat([first[:, None], labels[:, 1:]], 1))}
 
 
 def _own_loss(model: nn.Module, batch: DeviceBatch) -> Tensor:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError
+from shardwise.train.config.schema import ModelConfig
 from shardwise.train.data.micro_batch import IGNORED, Draw
 from shardwise.train.tasks.loading import load_task
+from shardwise.train.tasks.pictures import image_processor
 from tests.ranks import RankPools
 from tests.train.tasks.rig import RUN, configured, lines, losses, picture, train, unsharded
 
@@ -93,6 +95,15 @@ def test_paths_and_folders_are_the_same_pictures(tmp_path: Path) -> None:
     filled = named.train.micro_batch([Draw(8, 0), Draw(9, 1)])
     assert filled.labels[1] == IGNORED
     assert filled.targets == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("vit", "height"), ("convnext", "shortest_edge"), ("dinov2", "shortest_edge")]
+)
+def test_a_type_without_files_has_its_processor_with_the_models_size(kind: str, name: str) -> None:
+    found = image_processor(ModelConfig(config={"model_type": kind, "image_size": 28}))
+    assert getattr(found.size, name) == 28
+    assert found.crop_size is None or found.crop_size.height == 28
 
 
 def test_what_is_no_picture_is_named(tmp_path: Path) -> None:

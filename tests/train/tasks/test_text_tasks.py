@@ -13,6 +13,7 @@ import torch
 
 from shardwise.cli.app import run as command
 from shardwise.errors import ConfigError
+from shardwise.toml_text import toml_value
 from shardwise.train.data.micro_batch import IGNORED, Draw
 from shardwise.train.tasks.loading import load_task
 from shardwise.train.tasks.objectives import Entities, tags_objective
@@ -123,6 +124,18 @@ def test_a_run_goes_on_with_the_same_rows_on_other_ranks(
     train(str(tmp_path), *steps, "log.name=parts")
     whole, parts = (losses(tmp_path / "runs" / name) for name in ("whole", "parts"))
     assert parts == pytest.approx(whole, rel=1e-4)
+
+
+def test_a_decoder_that_looks_for_a_rows_last_token_takes_rows_that_fill_up_a_batch(tmp_path: Path) -> None:
+    sizes = {f"{part}_{what}": value for part in ("encoder", "decoder") for what, value in
+             {"layers": 1, "attention_heads": 2, "ffn_dim": 32}.items()}  # fmt: skip
+    written(tmp_path, "seq2seq-lm", f"[model]\nconfig = {toml_value({'model_type': 'mbart', 'd_model': 16, **sizes})}")
+    run = (tmp_path / "run.toml").read_text().replace("\n[model]\ntask", "\ntask")
+    (tmp_path / "run.toml").write_text(run)
+    given = ("train.steps=1", "train.micro_batch=4", "train.global_batch=4", "data.eval_fraction=0.3")
+    assert len(load_task(configured(tmp_path, *given)).held_out) % 4
+    train(str(tmp_path), *given)
+    assert lines(tmp_path / "runs/run/evaluations.jsonl")[-1]["loss"] > 0
 
 
 def test_a_tag_is_that_of_a_words_first_token(tmp_path: Path) -> None:

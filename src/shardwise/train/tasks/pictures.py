@@ -197,12 +197,19 @@ def _of_type(config: Any) -> Any:
     auto: Any = AutoImageProcessor  # untyped
     size = getattr(config, "image_size", None)
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    settings = {} if size is None else {"size": {"height": height, "width": width}}
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:  # the directory of a model that has settings alone
         config.save_pretrained(folder)
-        Path(folder, _PROCESSOR[0]).write_text(json.dumps(settings), encoding="utf-8")
+        Path(folder, _PROCESSOR[0]).write_text(json.dumps({}), encoding="utf-8")
         try:
-            return auto.from_pretrained(folder, local_files_only=True)
+            usual = auto.from_pretrained(folder, local_files_only=True)
+            if size is None:
+                return usual
+            by_edge = getattr(usual.size, "shortest_edge", None) is not None  # its pictures keep their proportions
+            whole = {"height": height, "width": width}
+            wanted = {"size": {"shortest_edge": min(height, width)} if by_edge else whole}
+            if getattr(usual, "crop_size", None):
+                wanted["crop_size"] = whole
+            return auto.from_pretrained(folder, local_files_only=True, **wanted)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"transformers has no image processor for the type {config.model_type!r}: {one_line(error)[:160]}"
