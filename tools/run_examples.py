@@ -18,25 +18,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "examples.md"
-_SECTION = re.compile(
-    r"^## (?P<heading>[^\n]*)\n(?:(?!^## ).)*?^```\n(?P<commands>.*?)^```\n\n^```text\n(?P<output>.*?)^```$",
-    re.MULTILINE | re.DOTALL,
-)
-"""A heading, and the first commands below it that are followed by their output."""
+_HEADING = re.compile(r"^## ([^\n]*)\n", re.MULTILINE)
+_SHOWN = re.compile(r"^```\n([^`]*?)^```\n\n^```(text|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+"""Commands, and their output below them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A section of the page."""
+    """Commands of the page."""
 
     commands: str
     output: str
+    is_diff: bool
+    """Whether they compare files, instead of running them."""
 
 
-def examples() -> dict[str, Example]:
-    """Return the page's sections by heading."""
-    found = _SECTION.finditer(PAGE.read_text(encoding="utf-8"))
-    return {match["heading"]: Example(match["commands"], match["output"]) for match in found}
+def examples() -> dict[str, list[Example]]:
+    """Return the page's commands with what it shows of their output, by the heading above them."""
+    _, *parts = _HEADING.split(PAGE.read_text(encoding="utf-8"))
+    sections = zip(parts[::2], parts[1::2], strict=True)
+    return {
+        heading: [Example(commands, output, kind == "diff") for commands, kind, output in _SHOWN.findall(section)]
+        for heading, section in sections
+    }
 
 
 def environment() -> dict[str, str]:
@@ -63,12 +67,13 @@ def output_of(commands: str) -> str:
 def main() -> None:
     """Write the output of the sections that the command line names, or of all, into the page."""
     for heading in sys.argv[1:] or examples():
-        example = examples()[heading]
-        new = output_of(example.commands)
-        old, new = (f"{example.commands}```\n\n```text\n{output}```" for output in (example.output, new))
-        text = PAGE.read_text(encoding="utf-8")
-        assert text.count(old) == 1
-        PAGE.write_text(text.replace(old, new), encoding="utf-8")
+        for example in examples()[heading]:
+            kind = "diff" if example.is_diff else "text"
+            new = output_of(example.commands)
+            old, new = (f"{example.commands}```\n\n```{kind}\n{output}```" for output in (example.output, new))
+            text = PAGE.read_text(encoding="utf-8")
+            assert text.count(old) == 1
+            PAGE.write_text(text.replace(old, new), encoding="utf-8")
 
 
 if __name__ == "__main__":
