@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.rig import assert_shown, losses
+
 pytest.importorskip("shardwise.jax", reason="the extra jax is not installed")
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "jax_sharding.py"
@@ -17,10 +19,9 @@ def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "A mesh of 8 cpu devices" in said
     assert "CPU 7" in said
-    losses = [
-        float(line.split()[3].rstrip(",")) for line in said.splitlines() if line.startswith("step ") and "loss" in line
-    ]
-    assert len(losses) == 10
-    assert losses[-1] < losses[0] / 4
+    assert_shown("JAX", said.splitlines())
+    found = [*losses(said.splitlines()).values()]
+    assert len(found) == 10
+    assert found[-1] < found[0] / 4
     all_gathers = [line for line in said.splitlines() if line.startswith("all-gather")]
     assert any("blocks.*.up.kernel" in line for line in all_gathers)
