@@ -22,7 +22,6 @@ from shardwise.tables import format_bytes
 TIMES, TIMES_QUANTIZED = 3, 5
 """Memory that an export takes, in times the weights' in fp32, without and with quantization (`docs/export.md` has what
 was measured)."""
-_ADAPTERS_OWN = ("adapter_config.json", "README.md", "training_args.bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +55,10 @@ def opened(text: str, base: str | None, times: int) -> Iterator[Source]:
         path = found.weights
         if (path / manifest.NAME).is_file():
             checkpoint.verify(path)
-        files = configuration_of(path)
         if found.adapter is not None:
             path = Path(merged) / "merged"
             checkpoint.convert(found.adapter, path, "hf", base=found.weights)
-            own = configuration_of(found.adapter)
-            files |= {name: content for name, content in own.items() if name not in _ADAPTERS_OWN}
-        yield Source(_loaded(model_class, path, text), _tokenizer(found.tokenizer), files)
+        yield Source(_loaded(model_class, path, text), _tokenizer(found.tokenizer), configuration_of(path))
 
 
 def _described(path: Path, text: str) -> tuple[Any, Any]:

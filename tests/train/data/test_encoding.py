@@ -70,6 +70,17 @@ def test_a_conversation_without_a_template() -> None:
     assert text == "### user\n1+1?\n\n### assistant\n2### user\nsure?\n\n### assistant\nyes"
 
 
+def test_a_prompt_has_the_tokens_that_generation_gives_it(tmp_path: Path) -> None:
+    """Generation tokenizes a prompt as one text, in which the end of the question has other tokens than alone."""
+    from transformers import AutoTokenizer
+
+    inner = AutoTokenizer.from_pretrained(Path(__file__).parents[3] / "recipes" / "python-tokenizer")
+    tokenizer = HuggingFaceTokenizer(inner, str(tmp_path))
+    encoded = encode_document(Document.of_messages("a", MESSAGES[:2]), tokenizer)
+    prompt = encoded.ids[: encoded.is_target.argmax()].tolist()
+    assert prompt == inner("### user\n1+1?\n\n### assistant\n", add_special_tokens=False).input_ids
+
+
 def test_a_template_of_the_tokenizer(with_template: WithTemplate) -> None:
     tokenizer = with_template(TEMPLATE)
     document = Document.of_messages("a", MESSAGES)

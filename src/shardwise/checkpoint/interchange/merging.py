@@ -34,6 +34,9 @@ _PLAIN: dict[str, tuple[object, ...]] = {
 }
 """Keys of a configuration, with the values for which merging is one matrix product a layer."""
 
+_ADAPTERS_OWN = ("adapter_config.json", "README.md", "training_args.bin")
+"""Files of an adapter that say nothing of the merged model."""
+
 
 def read_adapter(adapter: Path) -> CheckpointContents:
     """Return the adapter alone, under PEFT's names. Raises CheckpointError."""
@@ -44,7 +47,8 @@ def read_adapter(adapter: Path) -> CheckpointContents:
 
 
 def read_merged(adapter: Path, base: str | None) -> CheckpointContents:
-    """Return the base's model with a LoRA adapter added, under the base's names; tensors stay in their files.
+    """Return the base's model with a LoRA adapter added, under the base's names; tensors stay in their files. Files of
+    the tokenizer that are beside the adapter come before the base's: a chat template may be among them.
 
     Args:
         adapter: PEFT's directory, or a checkpoint of an adapter.
@@ -66,7 +70,8 @@ def read_merged(adapter: Path, base: str | None) -> CheckpointContents:
         name: replace(tensor, load=partial(_merged, tensor, factors[name])) if name in factors else tensor
         for name, tensor in whole.model.items()
     }
-    return replace(whole, model=merged)
+    own = {name: data for name, data in configuration_of(adapter).items() if name not in _ADAPTERS_OWN}
+    return replace(whole, model=merged, files={**whole.files, **own})
 
 
 class Factors(NamedTuple):

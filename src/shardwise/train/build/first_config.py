@@ -245,6 +245,8 @@ def _text(
     for key, value in data_keys.items():
         lines.key(key, value, _KINDS[rows.kind] if key == "source" else "")
     lines.key("seq_len", seq_len, "tokens of a row" if rows.continues or asked.seq_len else cut)
+    if not rows.continues:
+        lines.comment("document_mask = true  # examples that share a row do not see one another; most models can")
     lines.key("eval_fraction", held_out, "of the documents, held out to evaluate on")
     lines.section("train")
     lines.key("steps", steps, passes)

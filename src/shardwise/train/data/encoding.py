@@ -39,7 +39,7 @@ def encode_document(document: Document, tokenizer: Tokenizer) -> EncodedDocument
             be found.
     """
     if is_in_plain_template(document, tokenizer):
-        segments = tuple(_plain_chat_segments(document))
+        segments = tuple(_joined(_plain_chat_segments(document)))
     elif document.messages:
         assert isinstance(tokenizer, HuggingFaceTokenizer)
         assert tokenizer.chat_template is not None
@@ -79,6 +79,20 @@ def _plain_chat_segments(document: Document) -> Iterator[TextSegment]:
         replies = message["role"] == "assistant"
         yield TextSegment(f"### {message['role']}\n", is_target=False)
         yield TextSegment(message["content"] + ("" if replies else "\n\n"), is_target=replies, ends_turn=replies)
+
+
+def _joined(segments: Iterator[TextSegment]) -> Iterator[TextSegment]:
+    """Join what comes before each reply: generation tokenizes a prompt as one text, which may give other tokens."""
+    before = ""
+    for segment in segments:
+        if segment.is_target:
+            yield TextSegment(before, is_target=False)
+            yield segment
+            before = ""
+        else:
+            before += segment.text
+    if before:
+        yield TextSegment(before, is_target=False)
 
 
 def _template_segments(document: Document, tokenizer: HuggingFaceTokenizer) -> Iterator[TextSegment]:
