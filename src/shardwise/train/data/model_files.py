@@ -71,6 +71,8 @@ def names_of(config: Config) -> dict[str, str | None]:
     sections = {"model": config.model, "data": config.data}
     names = {key: getattr(sections[key.partition(".")[0]], key.partition(".")[2]) for key in _NAMES}
     sources = [one.source for one in config.data.each_source]
+    if len(sources) == 1:
+        return {**names, _SOURCES: sources[0]}
     return {**names, **{f"{_SOURCES} {number}": source for number, source in enumerate(sources, 1)}}
 
 
