@@ -14,7 +14,16 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 BENCHMARKS = {
-    "steps": ("peers", "overhead", "overhead_pairs", "launches", "initialisation", "abandoned", "same_bits"),
+    "steps": (
+        "peers",
+        "overhead",
+        "overhead_pairs",
+        "launches",
+        "initialisation",
+        "abandoned",
+        "same_bits",
+        "tensor_parallel",
+    ),
     "checkpoints": ("checkpoint", "async_save", "stream"),
     "plans": (
         "planner",

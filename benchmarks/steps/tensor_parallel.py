@@ -1,0 +1,179 @@
+"""Sharding beside tensor parallelism: a step, what a rank sends over the data axis, and a save, beside FSDP2 x TP.
+
+    python benchmarks tensor_parallel                          # three minutes
+    python benchmarks tensor_parallel --out tensor-parallel    # and write the result
+
+Both engines train the same Llama, cut by transformers' own plan, on a mesh of 2 x 2 CPU ranks in the same processes, in
+turn. Styles and their collectives over the tensor axis are the same for both, and are not counted: bytes are those that
+pass through c10d's methods, the engine's on the data axis. The formula is three times (d - 1) / d of what a position on
+the tensor axis holds, with d data ranks; a unit that is still gathered when its backward comes is gathered once. Saves:
+`sw.checkpoint.save` beside torch's `distributed.checkpoint.save`, weights and AdamW's state, to the same disk. Times
+are the slowest rank's.
+"""
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import shardwise as sw
+from benchmarks.common import facts, own_ranks, report
+from benchmarks.common.target import Target, paired_ratio
+from benchmarks.steps import wire
+
+RANKS, DATA = 4, 2
+ROWS, LENGTH = 2, 128
+
+
+def _llama(layers: int) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _theirs(model: Any, mesh: Any) -> Any:
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    apply_tensor_parallelism(model, mesh["tp"], model._expand_parallel_plan(model.tp_plan))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp_shard"])
+    return fully_shard(model, mesh=mesh["dp_shard"])
+
+
+class Run:
+    """One engine's model, its optimizer, and how it saves."""
+
+    def __init__(self, model: Any, save: Callable[[str, Any, Any], None]) -> None:
+        self.model, self._save = model, save
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+
+    def step(self, tokens: torch.Tensor) -> float:
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def save(self, path: str) -> None:
+        self._save(path, self.model, self.optimizer)
+
+
+def _dcp(path: str, model: Any, optimizer: Any) -> None:
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+
+
+def _slowest(task: Callable[[], Any]) -> float:
+    dist.barrier()
+    start_s = time.perf_counter()
+    task()
+    took = torch.tensor(time.perf_counter() - start_s, dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took)
+
+
+def _rank(layers: int, rounds: int, steps: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo")
+    mesh = sw.mesh(tp=RANKS // DATA)
+    ours = sw.shard(_llama(layers), mesh=mesh, tp_plan="auto")
+    runs = {
+        "shardwise": Run(ours, sw.checkpoint.save),
+        "fsdp2": Run(_theirs(_llama(layers), mesh), _dcp),
+    }
+    generator = torch.Generator().manual_seed(mesh["dp_shard"].get_local_rank())
+    losses: dict[str, list[float]] = {name: [] for name in runs}
+    found: dict[str, Any] = {"step": {name: [] for name in runs}, "save": {name: [] for name in runs}, "losses": losses}
+    with tempfile.TemporaryDirectory() as own:
+        place = [own]
+        dist.broadcast_object_list(place)
+        for turn in range(-1, rounds):  # the first one is not counted
+            batches = [torch.randint(4096, (ROWS, LENGTH), generator=generator) for _ in range(steps)]
+            for name in list(runs) if turn % 2 else reversed(list(runs)):
+                run, path = runs[name], f"{place[0]}/{name}-{turn}"
+                took = _slowest(lambda run=run, batches=batches: losses[name].extend(map(run.step, batches)))  # noqa: B023
+                saved = _slowest(lambda run=run, path=path: run.save(path))
+                if dist.get_rank() == 0:
+                    shutil.rmtree(path)
+                if turn >= 0:
+                    found["step"][name].append(took / steps)
+                    found["save"][name].append(saved)
+        with wire.counting() as sent:
+            runs["shardwise"].step(batches[0])
+        found["sent"] = sum(sent.sent_bytes.values())
+        found["held"] = sum(group.layout.numel for unit in _units(ours) for group in unit.groups)
+    own_ranks.tell(found)
+    dist.destroy_process_group()
+
+
+def _units(model: Any) -> Any:
+    from shardwise.engine.lookup import require_engine
+
+    return require_engine(model).units
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--rounds", type=int, default=7, help="of both engines (%(default)s)")
+    p.add_argument("--steps", type=int, default=4, help="steps in a round (%(default)s)")
+    p.add_argument("--layers", type=int, default=6, help="decoder layers (%(default)s)")
+    p.add_argument("--out", metavar="NAME", help="write NAME, dated, as JSON and markdown")
+    args = p.parse_args()
+    if own_ranks.is_rank():
+        _rank(args.layers, args.rounds, args.steps)
+        return
+    everyone = own_ranks.run(RANKS, SHARDWISE_COLLECTIVES="gloo")
+    found = everyone[0]
+    machine: dict[str, object] = facts.machine()
+    machine["load"] = f"{os.getloadavg()[0]:.0f}"
+    rows = [
+        [name, f"{1000 * median(found['step'][name]):.0f}", f"{1000 * median(found['save'][name]):.0f}"]
+        for name in found["step"]
+    ]
+    apart = max(abs(a - b) for a, b in zip(*found["losses"].values(), strict=True))
+    formula = 3 * (DATA - 1) / DATA * 4 * found["held"]
+    detail = f"{found['sent'] / 2**20:.2f} MiB sent in a step, {formula / 2**20:.2f} by the formula"
+    targets = [
+        paired_ratio("step over FSDP2 x TP's", found["step"]["shardwise"], found["step"]["fsdp2"], 1.0),
+        paired_ratio("save over DCP's", found["save"]["shardwise"], found["save"]["fsdp2"], 0.6),
+        Target(
+            "bytes over the data axis, over the formula",
+            found["sent"] / formula,
+            1.02,
+            detail,
+        ),
+        Target("greatest difference of the losses", apart, 1e-4),
+    ]
+    text = "\n\n".join(
+        [
+            "# Sharding beside tensor parallelism",
+            f"Llama of {args.layers} layers, width 512, fp32, mesh dp_shard=2, tp=2 on 4 CPU ranks over gloo, "
+            f"transformers' own plan; {args.rounds} rounds of {args.steps} steps, the two in turn.",
+            report.facts_line(machine),
+            report.table(["engine", "step, median ms", "save, median ms"], rows),
+            "\n".join(f"- {target}" for target in targets),
+        ]
+    )
+    print(text)
+    if args.out:
+        report.write(args.out, {"machine": machine, "ranks": everyone}, text)
