@@ -18,7 +18,7 @@ def test_it_is_as_short_as_its_name_and_needs_torch_alone() -> None:
     assert imported == {"copy", "torch"}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_it_trains_as_ddp_does(ranks: int, tmp_path: Path) -> None:
     """To the bit where a sum of two has one order only."""
     lines = torchrun(ranks, "examples/fsdp_in_100_lines.py", tmp_path)
