@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.rig import EXAMPLES, assert_shown, losses, torchrun
+from tests.examples.rig import ABORTS_AFTER_DCP, EXAMPLES, assert_shown, losses, torchrun
 from tools.run_examples import examples, output_of
 
 HEADINGS = {"migrate_fsdp2": "From FSDP2", "migrate_transformers": "From transformers' own sharding"}
@@ -26,7 +26,9 @@ def test_the_page_shows_every_line_that_differs(heading: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HEADINGS)
 def test_losses_are_the_same(name: str, tmp_path: Path) -> None:
-    before, after = (torchrun(2, f"examples/{name}_{which}.py", tmp_path) for which in ("before", "after"))
+    forgiven = ABORTS_AFTER_DCP if name == "migrate_fsdp2" else None
+    before = torchrun(2, f"examples/{name}_before.py", tmp_path, forgiven)
+    after = torchrun(2, f"examples/{name}_after.py", tmp_path)
     assert_shown(HEADINGS[name], before + after)
     assert len(losses(before)) == 20
     assert losses(after) == pytest.approx(losses(before), abs=1e-5), "norms that gradients are clipped by are rounded"
@@ -36,8 +38,9 @@ def test_losses_are_the_same(name: str, tmp_path: Path) -> None:
 def test_scripts_of_fsdp2_go_on_where_they_stopped(tmp_path: Path) -> None:
     """At another number of ranks, which has other batches, neither of them trains any further."""
     for which in ("before", "after"):
-        torchrun(2, f"examples/migrate_fsdp2_{which}.py", tmp_path)
-        assert losses(torchrun(3, f"examples/migrate_fsdp2_{which}.py", tmp_path)) == {}
+        script, forgiven = f"examples/migrate_fsdp2_{which}.py", ABORTS_AFTER_DCP if which == "before" else None
+        torchrun(2, script, tmp_path, forgiven)
+        assert losses(torchrun(3, script, tmp_path, forgiven)) == {}
 
 
 @pytest.mark.slow
@@ -48,5 +51,5 @@ def test_fsdp2s_names_may_stay(tmp_path: Path) -> None:
         assert script.count(old) == 1
         script = script.replace(old, new)
     (tmp_path / "doors.py").write_text(script.replace("migrate-fsdp2/before", "migrate-fsdp2/doors"), encoding="utf-8")
-    expected = torchrun(2, "examples/migrate_fsdp2_before.py", tmp_path)
-    assert losses(torchrun(2, "doors.py", tmp_path)) == pytest.approx(losses(expected), abs=1e-5)
+    expected = torchrun(2, "examples/migrate_fsdp2_before.py", tmp_path, ABORTS_AFTER_DCP)
+    assert losses(torchrun(2, "doors.py", tmp_path, ABORTS_AFTER_DCP)) == pytest.approx(losses(expected), abs=1e-5)
