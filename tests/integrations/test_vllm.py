@@ -41,10 +41,11 @@ def receiver() -> Iterator[vllm_double.Receiver]:
 
 def _train_and_send(version: str, dtype: torch.dtype | None, url: str, port: int) -> list[Tensor]:
     """Send twice, a step apart. Returns the logits before each of the two."""
-    vllm_double.install(version)
     model = sw.shard(mixtral().eval())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    engine = vllm_double.Trainer(weight_source(model, dtype), dist.get_rank(), url, port)
+    with vllm_double.installed(version):
+        source = weight_source(model, dtype)
+    engine = vllm_double.Trainer(source, dist.get_rank(), url, port)
     found = []
     for _ in range(2):
         model(input_ids=IDS, labels=IDS).loss.backward()

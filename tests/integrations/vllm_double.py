@@ -14,6 +14,7 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -55,12 +56,18 @@ class SourceOf033(ABC):
 SOURCES: dict[str, type] = {"0.32": SourceOf032, "0.33": SourceOf033}
 
 
-def install(version: str) -> None:
-    """Make the names importable that vLLM of a version has."""
+@contextmanager
+def installed(version: str) -> Iterator[None]:
+    """A context in which the names are importable that vLLM of a version has. Other libraries look for it later."""
     names = ["vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "vllm.distributed.weight_transfer.base"]
     for name in names:
         sys.modules[name] = types.ModuleType(name)
     sys.modules[names[-1]].__dict__.update(ParamMeta=ParamMeta, WeightSource=SOURCES[version])
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 class Trainer:
