@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise import device_tools
+from shardwise import device_tools, hub
 from shardwise.checkpoint.pretrained import blank_for
 from shardwise.errors import ConfigError, NotOnPiecesError, UserError
 from shardwise.hub import local, shown
@@ -105,14 +105,10 @@ def _with_files(config: Config, ranks: Ranks) -> Config:
 
     def task() -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            fetch(named, needs_weights, say=print if ranks.is_first else _say_nothing)
+            fetch(named, needs_weights, say=print if ranks.is_first else hub.say_nothing)
 
     ranks.work(task)
     return named
-
-
-def _say_nothing(line: str) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True)

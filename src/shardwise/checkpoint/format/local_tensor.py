@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -311,7 +312,8 @@ def _put(chunk: Tensor, flat: Tensor, part: IndexMap) -> int:
     return chunk.nbytes + elements.nbytes + (cast.nbytes if cast is not chunk else 0)
 
 
-def _map_of(part: Part, shape: Sequence[int]) -> IndexMap:
+@functools.lru_cache(maxsize=256)  # a parameter and its state, and those of all blocks, have few different ones
+def _map_of(part: Part, shape: tuple[int, ...]) -> IndexMap:
     """Return the map from elements of a flattened part of a tensor to those of the flattened tensor."""
     own = _row_major([sum(stop - start for start, stop in ranges) for ranges in part])
     strides, maps = _row_major(shape), []

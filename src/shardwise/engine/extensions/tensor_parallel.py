@@ -242,15 +242,13 @@ class TensorParallelGroup(Group):
 
 def check_placements(fqn: str, dtensor: DTensor) -> str | None:
     """Return why this DTensor cannot be sharded further, or None."""
-    wrong = [how for how in dtensor.placements if type(how) not in (Shard, Replicate, _StridedShard)]
-    if wrong:
-        return f"{fqn!r} is a DTensor placed {wrong[0]}, not Shard(dim) or Replicate()"
-    for how in dtensor.placements:
-        if isinstance(how, _StridedShard) and dtensor.shape[how.dim] % (
-            int(how.split_factor) * dtensor.device_mesh.size()
-        ):
+    for axis, how in enumerate(dtensor.placements):
+        if type(how) not in (Shard, Replicate, _StridedShard):
+            return f"{fqn!r} is a DTensor placed {how}, not Shard(dim) or Replicate()"
+        ranks = dtensor.device_mesh.size(axis)
+        if isinstance(how, _StridedShard) and dtensor.shape[how.dim] % (int(how.split_factor) * ranks):
             return (
                 f"{fqn!r} of shape {tuple(dtensor.shape)} packs {how.split_factor} weights in dim {how.dim}, which "
-                f"{dtensor.device_mesh.size()} ranks do not divide"
+                f"{ranks} ranks do not divide"
             )
     return None

@@ -57,18 +57,17 @@ class Axes:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, strategy: Strategy) -> Axes:
-        """Divide a mesh by the names of its axes. A mesh without our names has data axes only.
+        """Divide a mesh by the names of its axes. A mesh without an axis "dp_shard" has data axes only.
 
         Raises MeshError if the strategy does not fit the sizes.
         """
         names = mesh.mesh_dim_names or ()
-        if not {REPLICATE, SHARD, TENSOR}.intersection(names) or SHARD not in names:
+        if SHARD not in names:
             return cls(mesh, None)
         tensor = mesh[TENSOR] if TENSOR in names else None
         if REPLICATE not in names:
             return cls(mesh[SHARD], tensor)
-        is_hybrid = strategy.sharded and strategy.replicated
-        if is_hybrid:
+        if strategy.sharded and strategy.replicated:
             return cls(mesh[REPLICATE, SHARD], tensor)
         if mesh[REPLICATE].size() == 1:
             return cls(mesh[SHARD], tensor)

@@ -57,7 +57,7 @@ class Table:
     def split(self, fraction: float) -> tuple[list[int], list[int]]:
         """Return the rows to train on and those that are held out: as `hold_out` does for documents.
 
-        Raises ConfigError for a single row, which cannot be split.
+        Raises ConfigError if no row is left to train on, as with a single one.
         """
         if fraction and len(self) == 1:
             raise ConfigError(
@@ -65,6 +65,8 @@ class Table:
                 "held out; set eval_fraction=0"
             )
         held = is_held_out(self.keys, fraction)
+        if all(held):
+            raise ConfigError(f"data.source={self.source!r} has no row to train on")
         return [row for row, out in enumerate(held) if not out], [row for row, out in enumerate(held) if out]
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 
 from shardwise.errors import ConfigError, one_line
 from shardwise.hub import local, shown
@@ -15,8 +13,9 @@ from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config, ModelConfig
 from shardwise.train.data.micro_batch import IGNORED, Draw, MicroBatch
 from shardwise.train.data.tables import Table, read_table
+from shardwise.train.tasks.examples import counted
 from shardwise.train.tasks.objectives import NextToken
-from shardwise.train.tasks.pictures import Pictures, check_pillow
+from shardwise.train.tasks.pictures import PictureRows, Pictures, check_pillow
 from shardwise.train.tasks.processors import Pretrained
 from shardwise.train.tasks.task import Task
 
@@ -38,8 +37,6 @@ def image_text_to_text(config: Config) -> Task:
         Conversations(pictures, rows, [texts[row] for row in rows], processor)
         for rows in table.split(config.data.eval_fraction)
     )
-    if not len(train):
-        raise ConfigError(f"data.source={config.data.source!r} has no row to train on")
     said = f"{len(train):,} conversations about pictures to train on, {len(held_out):,} held out"
     end_id = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     return Task(
@@ -63,31 +60,14 @@ class Rendered(NamedTuple):
     become any number of tokens, but only before the first reply."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Conversations:
-    """Rows of pictures with a conversation. Nothing is cut: pictures and texts would no longer belong together."""
-
-    pictures: Pictures
-    rows: Sequence[int]
-    """Their places in the table."""
-    texts: Sequence[Rendered]
-    processor: Any
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def digest(self) -> str:
-        state = xxhash.xxh3_64(str(len(self)).encode())
-        for row, text in zip(self.rows, self.texts, strict=True):
-            state.update(self.pictures.sample(row) + f" {text}".encode(errors="surrogateescape"))
-        return state.hexdigest()
+class Conversations(PictureRows):
+    """Rows of pictures with a `Rendered` conversation. Nothing is cut: pictures and texts would no longer belong
+    together."""
 
     def micro_batch(self, draws: list[Draw]) -> MicroBatch:
         """Return the rows that were drawn, with their pictures decoded, padded to the longest of them."""
-        there = [draw.row < len(self) for draw in draws]
-        drawn = [draw.row if is_there else 0 for draw, is_there in zip(draws, there, strict=True)]
-        texts = [self.texts[row] for row in drawn]
+        there, drawn = counted(draws, len(self))
+        texts: list[Rendered] = [self.answers[row] for row in drawn]
         batch = self.processor(
             text=[text.text for text in texts],
             images=[self.pictures.open(self.rows[row]) for row in drawn],

@@ -40,9 +40,14 @@ class Examples:
 
     def micro_batch(self, draws: list[Draw]) -> MicroBatch:
         """Return the rows that were drawn, padded to the longest of them."""
-        there = np.array([draw.row < len(self) for draw in draws])
-        drawn = [self.encoded[draw.row if is_there else 0] for draw, is_there in zip(draws, there, strict=True)]
-        return batch_of(self.collate([_plain(example) for example in drawn], draws), there)
+        there, drawn = counted(draws, len(self))
+        return batch_of(self.collate([_plain(self.encoded[row]) for row in drawn], draws), there)
+
+
+def counted(draws: Sequence[Draw], rows: int) -> tuple[NDArray[np.bool_], list[int]]:
+    """Return which draws are of one of the rows, [draws], and the row of each: the first one in place of none."""
+    there = np.array([draw.row < rows for draw in draws])
+    return there, [draw.row if draw.row < rows else 0 for draw in draws]
 
 
 def batch_of(arrays: Mapping[str, Any], there: NDArray[np.bool_]) -> MicroBatch:

@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from shardwise.errors import ConfigError, one_line
@@ -20,7 +19,7 @@ from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config, ModelConfig
 from shardwise.train.data.micro_batch import Draw, MicroBatch
 from shardwise.train.data.tables import Table, read_table
-from shardwise.train.tasks.examples import batch_of
+from shardwise.train.tasks.examples import batch_of, counted
 from shardwise.train.tasks.labels import labels_in_words, labels_of
 from shardwise.train.tasks.objectives import OneLabel
 from shardwise.train.tasks.processors import Pretrained
@@ -46,8 +45,6 @@ def image_classification(config: Config) -> Task:
         LabelledPictures(pictures, rows, [ids[row] for row in rows], processor)
         for rows in table.split(config.data.eval_fraction)
     )
-    if not len(train):
-        raise ConfigError(f"data.source={config.data.source!r} has no row to train on")
     said = f"{len(train):,} pictures to train on, {len(held_out):,} held out"
     return Task(
         objective=OneLabel(len(labels.names)),
@@ -133,14 +130,15 @@ class Pictures:
         return path if path.exists() or not beside.exists() else beside
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LabelledPictures:
-    """Rows of a picture and a label."""
+@dataclass(frozen=True, eq=False)
+class PictureRows:
+    """Rows of pictures and what is learnt about them."""
 
     pictures: Pictures
     rows: Sequence[int]
     """Their places in the table."""
-    labels: Sequence[int]
+    answers: Sequence[Any]
+    """What is learnt about each row's pictures; its `str` is equal if and only if it is."""
     processor: Any
 
     def __len__(self) -> int:
@@ -149,17 +147,20 @@ class LabelledPictures:
     @property
     def digest(self) -> str:
         state = xxhash.xxh3_64(str(len(self)).encode())
-        for row, label in zip(self.rows, self.labels, strict=True):
-            state.update(self.pictures.sample(row) + f" {label}".encode())
+        for row, answer in zip(self.rows, self.answers, strict=True):
+            state.update(self.pictures.sample(row) + f" {answer}".encode(errors="surrogateescape"))
         return state.hexdigest()
+
+
+class LabelledPictures(PictureRows):
+    """Rows of a picture and the number of its label."""
 
     def micro_batch(self, draws: list[Draw]) -> MicroBatch:
         """Return the rows that were drawn, decoded and resized by the processor."""
-        there = np.array([draw.row < len(self) for draw in draws])
-        drawn = [draw.row if is_there else 0 for draw, is_there in zip(draws, there, strict=True)]
+        there, drawn = counted(draws, len(self))
         images = [self.pictures.open(self.rows[row])[0] for row in drawn]
         arrays = dict(self.processor(images=images, return_tensors="np"))
-        return batch_of({**arrays, "labels": [self.labels[row] for row in drawn]}, there)
+        return batch_of({**arrays, "labels": [self.answers[row] for row in drawn]}, there)
 
 
 def check_pillow(task: str) -> None:

@@ -243,9 +243,7 @@ class TextData:
 
 
 def assembled(config: Config, data: TextData, objective: Objective, sample: Sampler | None = None) -> Task:
-    """Return the task of encoded texts. Raises ConfigError if there is no row to train on."""
-    if not len(data.train):
-        raise ConfigError(f"data.source={config.data.source!r} has no row to train on")
+    """Return the task of encoded texts."""
     tokenizer = data.tokenizer
     end_id = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     return Task(
