@@ -59,14 +59,14 @@ class Table:
 
         Raises ConfigError if no row is left to train on, as with a single one.
         """
+        if not len(self):
+            raise ConfigError(f"data.source={self.source!r} has no row to train on")
         if fraction and len(self) == 1:
             raise ConfigError(
                 f"data.eval_fraction={fraction}: the source has only one example ({self.keys[0]}), which cannot be "
                 "held out; set eval_fraction=0"
             )
         held = is_held_out(self.keys, fraction)
-        if all(held):
-            raise ConfigError(f"data.source={self.source!r} has no row to train on")
         return [row for row, out in enumerate(held) if not out], [row for row, out in enumerate(held) if out]
 
 
