@@ -6,8 +6,8 @@
         first, second = ranks(2).run(sums, 5)           # one result per rank
 
 Every rank has a gloo default process group, one thread, poisoned released memory and a fixed seed. Groups that a
-function leaves behind are destroyed. After a failure the ranks get a new default group. If ranks hang, their stacks are
-reported, and they are killed and replaced.
+function leaves behind are destroyed, and what it has set through a `monkeypatch` that it was given is undone. After a
+failure the ranks get a new default group. If ranks hang, their stacks are reported, and they are killed and replaced.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
+
+import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -295,8 +297,13 @@ def _serve(connection: Connection) -> None:
 
 
 def _call(payload: bytes) -> _Reply:
+    patches: list[pytest.MonkeyPatch] = []
     try:
         function, arguments = pickle.loads(payload)
+        given = [
+            each for argument in arguments for each in (argument.values() if isinstance(argument, dict) else [argument])
+        ]
+        patches += [each for each in given if isinstance(each, pytest.MonkeyPatch)]  # this rank's copies
         result = function(*arguments)
         pickle.dumps(result)
     except BaseException as error:
@@ -306,6 +313,9 @@ def _call(payload: bytes) -> _Reply:
         except Exception:
             error = RuntimeError(f"{type(error).__name__}: {error}")
         return _Reply(None, error, trace, intact=False)
+    finally:
+        for each in patches:
+            each.undo()
     return _Reply(result, None, "", intact=True)
 
 

@@ -40,6 +40,12 @@ def leave_groups() -> int:
     return before
 
 
+def patch(patches: pytest.MonkeyPatch) -> bool:
+    before = hasattr(dist, "patched")
+    patches.setattr(dist, "patched", True, raising=False)
+    return before
+
+
 def destroy() -> None:
     dist.destroy_process_group()
 
@@ -96,3 +102,7 @@ def test_destroyed_default_group_is_replaced(ranks: RankPools) -> None:
     for function in (destroy, replace_default_group):
         ranks(2).run(function)
         assert ranks(2).run(total) == [2.0, 2.0]
+
+
+def test_what_a_function_patches_is_undone(ranks: RankPools, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [ranks(2).run(patch, monkeypatch) for _ in range(2)] == [[False, False]] * 2
