@@ -13,6 +13,7 @@ from shardwise.registry import register
 if TYPE_CHECKING:
     from shardwise import checkpoint, optim, plan
     from shardwise.checkpoint.streaming import stream_weights
+    from shardwise.engine.setup.context_parallel import context_attention, sequence_slice
     from shardwise.engine.setup.forward_methods import register_forward_method
     from shardwise.engine.setup.mesh_axes import mesh
     from shardwise.engine.setup.shard import shard
@@ -40,6 +41,7 @@ _MODULES = {
     "ShardedParameter": "fsdp.sharded_parameter",
     "Strategy": "fsdp.strategy",
     "clip_grad_norm_": "optim.clip",
+    "context_attention": "engine.setup.context_parallel",
     "describe": "model_tools.describe",
     "full_state_dict": "model_tools.unsharded",
     "generate": "generation.generate",
@@ -51,6 +53,7 @@ _MODULES = {
     "register_forward_method": "engine.setup.forward_methods",
     "release": "model_tools.release",
     "reshard": "model_tools.manual_unshard",
+    "sequence_slice": "engine.setup.context_parallel",
     "shard": "engine.setup.shard",
     "stream_weights": "checkpoint.streaming",
     "unshard": "model_tools.manual_unshard",
@@ -113,6 +116,7 @@ __all__ = [
     "__version__",
     "checkpoint",
     "clip_grad_norm_",
+    "context_attention",
     "describe",
     "full_state_dict",
     "generate",
@@ -126,6 +130,7 @@ __all__ = [
     "register_forward_method",
     "release",
     "reshard",
+    "sequence_slice",
     "shard",
     "stream_weights",
     "unshard",

@@ -74,6 +74,11 @@ class _Rounds:
         return alone | ({"use_cache": False} if "use_cache" in alone else {})
 
 
+def is_generating(model: nn.Module) -> bool:
+    """Whether a call of `model.generate` is in rounds."""
+    return isinstance(getattr(model.__dict__.get(_GOES_ON), "__self__", None), _Rounds)
+
+
 @contextmanager
 def in_rounds(model: nn.Module, engine: Engine) -> Iterator[None]:
     """Within the block, `model.generate` continues on every rank until all ranks of the model have finished."""

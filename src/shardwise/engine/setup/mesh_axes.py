@@ -1,4 +1,4 @@
-"""Meshes with named axes: which of them are data axes, and which axis a model is tensor-parallel over."""
+"""Meshes with named axes: which of them are data axes, and which are for tensor and context parallelism."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ from shardwise.errors import MeshError
 from shardwise.fsdp.strategy import Strategy
 from shardwise.policy.checks import check_count
 
-REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
-NAMES = (REPLICATE, SHARD, TENSOR)
+REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
+NAMES = (REPLICATE, SHARD, CONTEXT, TENSOR)
 
 
-def mesh(dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1) -> DeviceMesh:
-    """Return a mesh of all ranks with the axes `dp_replicate`, `dp_shard` and `tp`. Every rank must call this.
+def mesh(dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1) -> DeviceMesh:
+    """Return a mesh of all ranks with the axes `dp_replicate`, `dp_shard`, `cp` and `tp`. Every rank must call this.
 
     Args:
         dp_replicate: number of copies of the model.
         dp_shard: number of ranks that parameters, gradients and optimizer state are sharded over; -1: all that are
             left.
+        cp: number of ranks that share each sequence: each computes its slice, and attention some heads of all tokens.
+            Parameters are sharded over these ranks, too.
         tp: number of ranks that share each matrix product, and the same batch. Consecutive ranks: on one host if they
             fit.
 
-    Give it to `sw.shard(model, strategy, mesh=mesh, tp_plan="auto")`; ranks of one `tp` group need the same batches:
-    `mesh["dp_shard"].get_local_rank()` tells a rank its own.
+    Give it to `sw.shard(model, strategy, mesh=mesh, tp_plan="auto")`. Ranks of one `cp` and `tp` group need the same
+    batches: `mesh["dp_shard"].get_local_rank()` tells a rank its own. With `cp`, a rank's slice of that is
+    `sw.sequence_slice(batch, mesh)`.
 
     Raises MeshError if the sizes do not make up the number of ranks, or there is no process group.
     """
     if not dist.is_initialized():
         raise MeshError("sw.mesh needs a process group: call torch.distributed.init_process_group(...) first")
-    for name, size in ((REPLICATE, dp_replicate), (TENSOR, tp)):
+    for name, size in ((REPLICATE, dp_replicate), (CONTEXT, cp), (TENSOR, tp)):
         check_count(name, size, 1)
-    world_size, others = dist.get_world_size(), dp_replicate * tp
+    world_size, others = dist.get_world_size(), dp_replicate * cp * tp
     if dp_shard == -1 and world_size % others == 0:
         dp_shard = world_size // others
-    sizes = (dp_replicate, dp_shard, tp)
+    sizes = (dp_replicate, dp_shard, cp, tp)
     if dp_shard < 1 or math.prod(sizes) != world_size:
         asked = ", ".join(f"{name}={size}" for name, size in zip(NAMES, sizes, strict=True))
         raise MeshError(f"sw.mesh({asked}): the product must be the number of ranks, {world_size}")
@@ -54,6 +57,8 @@ class Axes:
     """What `sw.shard` shards and replicates over: one axis, or two for hybrid strategies."""
     tensor: DeviceMesh | None
     """The tensor axis, if there is one."""
+    context: DeviceMesh | None
+    """The context axis, if it has more than one rank. It is part of `data`."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh, strategy: Strategy) -> Axes:
@@ -63,16 +68,19 @@ class Axes:
         """
         names = mesh.mesh_dim_names or ()
         if SHARD not in names:
-            return cls(mesh, None)
+            return cls(mesh, None, None)
         tensor = mesh[TENSOR] if TENSOR in names else None
+        context = mesh[CONTEXT] if CONTEXT in names and mesh[CONTEXT].size() > 1 else None
+        shards = mesh[SHARD] if context is None else mesh[SHARD, CONTEXT]._flatten(f"{SHARD}_{CONTEXT}")
         if REPLICATE not in names:
-            return cls(mesh[SHARD], tensor)
+            return cls(shards, tensor, context)
         if strategy.sharded and strategy.replicated:
-            return cls(mesh[REPLICATE, SHARD], tensor)
+            both = mesh[REPLICATE, SHARD] if context is None else DeviceMesh._concatenate([mesh[REPLICATE], shards])
+            return cls(both, tensor, context)
         if mesh[REPLICATE].size() == 1:
-            return cls(mesh[SHARD], tensor)
-        if mesh[SHARD].size() == 1 and not strategy.sharded:
-            return cls(mesh[REPLICATE], tensor)
+            return cls(shards, tensor, context)
+        if shards.size() == 1 and not strategy.sharded:
+            return cls(mesh[REPLICATE], tensor, context)
         raise MeshError(
             f"strategy {strategy.value!r} on a mesh with {REPLICATE}={mesh[REPLICATE].size()} and "
             f"{SHARD}={mesh[SHARD].size()}: use hybrid_shard or hybrid_shard_zero2, or one of the two axes alone"

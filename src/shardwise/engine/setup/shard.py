@@ -67,7 +67,8 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
             gathered from the first one's call to the last one's. Call `shard` on a module around them after that.
         strategy: a `Strategy`, its lower-case name, or the field's ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp").
         mesh: data axes: 1 axis = shard, 2 axes = (replicate, shard); or axes by the names of `sw.mesh`, of which "tp"
-            is the one that `tp_plan` is for. Default: all ranks; for hybrid strategies one shard group per host.
+            is the one that `tp_plan` is for, and "cp" divides sequences (`sw.sequence_slice`). Default: all ranks; for
+            hybrid strategies one shard group per host.
         units: which modules become units. None = automatic (transformers' `_no_split_modules`, else repeated blocks of
             a ModuleList or Sequential; large embeddings and heads alone); module classes; an int = the least numel of
             a unit; a callable (fqn, module) -> bool; "transformers" = the model's own `fsdp_plan`. The rest belongs to
@@ -143,8 +144,8 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
 def _divided(
     model: nn.Module, mesh: DeviceMesh | Mesh | None, strategy: Strategy, plan: TensorPlan | None
 ) -> tuple[DeviceMesh | Mesh | None, AbstractContextManager[None]]:
-    """Make the model tensor-parallel if there is a plan. Returns the data axes of the mesh, and a context to shard the
-    model in."""
+    """Make the model tensor-parallel if there is a plan, and let it attend across slices of sequences. Returns the data
+    axes of the mesh, and a context to shard the model in."""
     axes = Axes.of(mesh, strategy) if isinstance(mesh, DeviceMesh) else None
     tensor = None if axes is None else axes.tensor
     if plan is not None and tensor is None:
@@ -162,6 +163,10 @@ def _divided(
                 "tp_plan='auto' (transformers' models) or a dict of styles, or leave the axis out"
             )
         over_tensor_axis = over_axis(model, tensor)
+    if axes is not None and axes.context is not None:
+        from shardwise.engine.setup.context_parallel import attend_across
+
+        attend_across(model, axes.context)
     return (mesh if axes is None else axes.data), over_tensor_axis
 
 
