@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.checkpoint.format import manifest, row_exchange
+from shardwise.checkpoint.io.storage import LocalDirectory
+from shardwise.checkpoint.ranks.file_barrier import FileBarrier
 from shardwise.errors import CheckpointError
-from tests.engine.tensor.rig import Case, column_and_row, loss_of, sequence, vocabulary
+from tests.engine.tensor.rig import Case, column_and_row, forget_meshes, loss_of, sequence, vocabulary
 
 MESHES = {
     "1x1": Case(vocabulary, shape=(1, 1)),
@@ -127,3 +134,91 @@ def _save_and_load_elsewhere(case: Case, path: Path) -> None:
 def test_another_shape_is_refused_on_every_rank(ranks: Any, tmp_path: Path) -> None:
     ranks(1).run(_save_plain, Case(vocabulary, shape=(1, 1)), tmp_path / "plain")
     ranks(4).run(_save_and_load_elsewhere, Case(vocabulary, model={"hidden": 24}), tmp_path / "plain")
+
+
+# Tensors that are cut across their rows: ranks exchange them before they write ----------------------------------------
+
+
+def _save_in_rounds(case: Case, path: Path, asynchronous: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_exchange, "_ROUND_BYTES", 100)
+        _save(case, path, asynchronous)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_exchange_of_many_rounds(ranks: Any, tmp_path: Path, asynchronous: bool) -> None:
+    cases = [MESHES["1x1"], MESHES["2x2"], MESHES["1x3"]]
+    for number, case in enumerate(cases):
+        ranks(case.world_size).run(_save_in_rounds, case, tmp_path / str(number), asynchronous)
+        assert _bytes(tmp_path / str(number)) == _bytes(tmp_path / "0")
+        sw.checkpoint.verify(tmp_path / str(number))
+
+
+def test_rows_are_written_in_long_ranges(ranks: Any, tmp_path: Path) -> None:
+    ranks(4).run(_save_plain, Case(vocabulary, model={"hidden": 64}), tmp_path / "saved")
+    (written,) = (
+        file for name, file in manifest.read(LocalDirectory(tmp_path / "saved")).files.items() if "safetensors" in name
+    )
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    assert tensors["blocks.0.down.weight"].shape == (12, 64)  # 24 ranges of 2 ranks, if each wrote its columns
+    assert len(written.regions) <= 3 * len(tensors)
+
+
+def _fail_on_one_rank(path: Path, asynchronous: bool) -> None:
+    model, optimizer = _trained(MESHES["2x2"])
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            target, name = (FileBarrier, "announce_process") if asynchronous else (os, "pwrite")
+            patch.setattr(target, name, _no_space)
+        with pytest.raises(CheckpointError, match="No space left"):
+            sw.checkpoint.save(path, model, optimizer, asynchronous=asynchronous, max_file_bytes=1024)
+    dist.barrier()  # rank 0 may still be clearing up
+    assert not list(path.parent.iterdir())
+    sw.checkpoint.save(path, model, optimizer, asynchronous=asynchronous)
+    sw.checkpoint.wait(model)
+    sw.checkpoint.load(path, model, optimizer)
+
+
+def _no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_nobody_waits_for_a_rank_that_failed_before_it_exchanged(
+    ranks: Any, tmp_path: Path, asynchronous: bool
+) -> None:
+    ranks(4).run(_fail_on_one_rank, tmp_path / "saved", asynchronous)
+
+
+def _save_mixtral(path: Path, tp: int) -> None:
+    forget_meshes()
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+        )
+    )
+    if tp > 1:
+        sw.shard(model, mesh=sw.mesh(tp=tp), tp_plan="auto")
+        expert = dict(model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
+        assert isinstance(expert, sw.ShardedParameter)
+        assert expert.placement.part is not None
+        assert expert.placement.part[2] != ((0, 48),)  # cut across rows, which are stored by expert
+    else:
+        sw.shard(model)
+    sw.checkpoint.save(path, model)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_experts_cut_across_their_rows(ranks: Any, tmp_path: Path) -> None:
+    ranks(1).run(_save_mixtral, tmp_path / "alone", 1)
+    ranks(4).run(_save_mixtral, tmp_path / "tp", 2)
+    assert _bytes(tmp_path / "tp") == _bytes(tmp_path / "alone")
+    sw.checkpoint.verify(tmp_path / "tp")

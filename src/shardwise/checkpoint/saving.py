@@ -7,6 +7,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from shardwise.checkpoint.format import (
 from shardwise.checkpoint.format.local_tensor import Piece
 from shardwise.checkpoint.format.model_state import adapter_to_write, pieces_to_write
 from shardwise.checkpoint.format.optimizer_state import optimizer_state
+from shardwise.checkpoint.format.row_exchange import RowExchange
 from shardwise.checkpoint.io.storage import Location, check_location
 from shardwise.checkpoint.names.transformers_names import is_transformers
 from shardwise.checkpoint.names.wrappers import unwrapped
@@ -90,7 +92,8 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
             cannot be saved. MismatchError: ranks want to save different things, or are at different steps. Every rank
             raises, whichever failed; `path` is then as it was before.
 
-    No weights travel between ranks: each writes the byte ranges of its own fragments, and replicas share the work.
+    Each rank writes the byte ranges of its own fragments, and replicas share the work. No weights travel between ranks,
+    except along a tensor axis that cuts a tensor into short ranges: there ranks exchange them, and write whole rows.
     """
     check_location(path, "sw.checkpoint.save(path, model, ...)")
     model = unwrapped(model)
@@ -110,6 +113,10 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     rows = per_rank_buffers.differing(whole, peers)
     if rows:
         writing.file_sets.append(FileSet(tensor_files.files_for(per_rank_buffers.STEM, rows, max_file_bytes), rows))
+    exchange = RowExchange()
+    for number, file_set in enumerate(writing.file_sets):
+        writing.file_sets[number] = FileSet(file_set.files, exchange.arrange(file_set.files, file_set.pieces))
+    writing = replace(writing, exchange=exchange)
     publish(writing, peers, _staging_buffers.setdefault(engines[0], StagingBuffer()).copy if asynchronous else None)
 
 

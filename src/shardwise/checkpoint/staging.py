@@ -67,7 +67,7 @@ class StagingBuffer:
                 copies.append(piece)
                 continue
             place = self._buffer[start : start + piece.tensor.nbytes].view(piece.tensor.dtype)
-            place.copy_(piece.tensor, non_blocking=True)
+            piece.copy_to(place)
             copies.append(piece.with_tensor(place))
         for device in accelerated:  # the copies follow the optimizer's step on the same stream
             accelerators.current_stream(device).synchronize()

@@ -50,8 +50,8 @@ class Piece:
     ranks: int = 1
     """Number of ranks that the tensor, or the part of it in `within`, is spread over. If there are others in the mesh,
     they are replicas with equal pieces."""
-    within: IndexMap | None = None
-    """From elements of a flattened part of the tensor, which is all that the shard group holds, to the tensor's."""
+    within: Part | None = None
+    """The part of the tensor that the shard group holds; None: all of it."""
     axes: tuple[Collectives, ...] = ()
     """Groups of ranks that hold other parts."""
 
@@ -73,22 +73,22 @@ class Piece:
     def held_at(self, place: Place) -> IndexMap:
         """Return the map from elements of the stored tensor to this rank's elements of flattened `self.tensor`."""
         if self.within is not None:
-            return self.within.within(*self.held).through(place.runs).moved(here=-self.start).inverse()
+            return held_in(self.within, self.shape, self.held, place)
         return place.runs.within(*self.held).moved(here=-self.start).inverse()
 
     def to_write(self, peers: Peers) -> Piece | None:
         """Return the part of it that this rank writes, 1-D, without a copy if possible; None if there is none.
 
-        Replicas share the work.
+        Replicas share the work. An empty part of a tensor that is cut is returned too: see `RowExchange`.
         """
         if self.is_whole:
             elements = self.held if peers.is_first else Range(0, 0)
         else:
             number, copies = peers.copy_of(self.ranks, self.axes)
             if copies == 1:
-                return self if self.tensor.numel() else None
+                return self if self.tensor.numel() or self.axes else None
             elements = share(self.held, copies, number)
-        if not elements.length:
+        if not elements.length and not self.axes:
             return None
         flat = self.tensor.reshape(-1)[elements.start - self.start : elements.stop - self.start]
         return self.part(flat, elements.start)
@@ -108,6 +108,10 @@ class Piece:
         for part in runs.stretches(_step(flat.itemsize, runs)):
             values = _at(flat, part).cpu().resolve_conj().resolve_neg()  # else lazy conj and neg would be lost
             yield int(part.here[0]), bytes_of(values.contiguous())
+
+    def copy_to(self, memory: Tensor) -> None:
+        """Copy the elements to `memory`, 1-D and of the same dtype, on the current stream."""
+        memory.copy_(self.tensor, non_blocking=True)
 
     def begin_overwrite(self) -> bool:
         """See `ReadablePiece`. Empty pieces get a new version too: all ranks must see the same change."""
@@ -326,6 +330,19 @@ def _map_of(part: Part, shape: tuple[int, ...]) -> IndexMap:
     return IndexMap.joined(maps)
 
 
+def held_in(part: Part, shape: tuple[int, ...], held: Range, place: Place) -> IndexMap:
+    """Return the map from elements of a stored tensor to those that a rank holds, counted from its first: elements
+    `held` of a flattened part of a tensor of `shape`."""
+    if len(place.runs) == 1 and place.runs.numel == math.prod(shape) == math.prod(place.shape):
+        return _held_in_order(part, shape, held)
+    return _map_of(part, shape).within(*held).through(place.runs).moved(here=-held.start).inverse()
+
+
+@functools.lru_cache(maxsize=64)
+def _held_in_order(part: Part, shape: tuple[int, ...], held: Range) -> IndexMap:
+    return _map_of(part, shape).within(*held).moved(here=-held.start).inverse()
+
+
 def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
@@ -350,6 +367,5 @@ def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | N
         if slice_of(tensor) is not None:
             return OffloadedPiece(tuple(names), shape, like, start, False, places, ranks, parameter=tensor)
         part, axes = tensor.placement.part, tensor.placement.groups[1:]
-        within = None if part is None else _map_of(part, shape)
-        return Piece(tuple(names), shape, tensor.local.detach(), start, False, places, ranks, within, axes)
+        return Piece(tuple(names), shape, tensor.local.detach(), start, False, places, ranks, part, axes)
     return Piece(tuple(names), tuple(tensor.shape), tensor.detach(), 0, True, places)

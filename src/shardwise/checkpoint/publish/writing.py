@@ -7,7 +7,8 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ class Writing:
     """This rank's random states."""
     documents: dict[str, bytes]
     """Small files by name; rank 0's are written."""
+    exchange: AbstractContextManager[object] = field(default_factory=nullcontext)
+    """What the ranks do together while they write or copy their pieces. A rank that fails takes part to the end."""
 
     def describe(self) -> str:
         """Return text that must be equal on every rank."""
@@ -59,7 +62,8 @@ class Writing:
                 self.target.create(self.file_sets)
                 write_note(messages, _CREATED, {})
         with barrier.together(doing, seen=lambda: not barrier.is_first or None not in self._reports(barrier)):
-            written = self.target.write(self.file_sets, barrier.rank)
+            with self.exchange:
+                written = self.target.write(self.file_sets, barrier.rank)
             write_note(messages, _report(barrier.rank), {**written.to_json(), "rng": self.rng})
         with barrier.together(doing, seen=self.target.is_committed):
             if barrier.is_first:
@@ -175,14 +179,14 @@ def _start(writing: Writing, peers: Agreement, copy: Copy) -> None:
     """Copy this rank's pieces, and write the copies in a thread."""
     target = writing.target
     barrier = FileBarrier(target.messages, peers.rank, peers.world_size)
-    with peers.together(f"{target} cannot be written"):
+    with peers.together(f"{target} cannot be written"), writing.exchange:
         barrier.announce_process()
         copies = copy([piece for file_set in writing.file_sets for piece in file_set.pieces])
         each = iter(copies)
         file_sets = [replace(file_set, pieces=[next(each) for _ in file_set.pieces]) for file_set in writing.file_sets]
     with peers.together(f"{target} cannot be written"):
         barrier.learn_processes()
-    copied = replace(writing, file_sets=file_sets)
+    copied = replace(writing, file_sets=file_sets, exchange=nullcontext())
     task = save_thread.SaveTask(
         what=str(target),
         run=lambda: copied.run(barrier),

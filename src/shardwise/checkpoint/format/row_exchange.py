@@ -1,0 +1,267 @@
+"""Tensors that a tensor axis cuts across their rows, exchanged along it so that each rank writes whole rows.
+
+A rank's part of such a tensor is many short byte ranges, each with a checksum of its own in the manifest. The ranks of
+one data position hold neighbouring parts of the same rows, so they swap elements, a few MiB at a time, and each then
+has a long range. The bytes of the file are the same; only who writes them differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.format.local_tensor import Piece, bytes_of, held_in
+from shardwise.checkpoint.format.tensor_files import TensorFiles
+from shardwise.checkpoint.names.index_map import IndexMap, Ints, Place
+from shardwise.comm.together import OverGroups
+from shardwise.fsdp.collectives import AllToAllPart, Buffer, BufferKind, Collectives
+from shardwise.fsdp.sharded_parameter import Part
+from shardwise.layout.ranges import Range
+
+_SHORT_BYTES = 256 * 2**10
+"""Ranges that are shorter on average are exchanged: they would be written through the page cache, one by one."""
+_ROUND_BYTES = 4 * 2**20
+"""Bytes of the file that the ranks of an axis exchange at a time, all ranks together."""
+
+
+class _Held(NamedTuple):
+    """Elements `held` of a flattened part of a tensor, which a rank is to write."""
+
+    part: Part
+    held: Range
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cut:
+    """A piece whose elements at one place are exchanged, and what each rank of the axis holds of it."""
+
+    piece: Piece
+    place: Place
+    by_rank: Sequence[_Held]
+
+    @property
+    def axis(self) -> Collectives:
+        return self.piece.axes[0]
+
+    @property
+    def runs(self) -> list[IndexMap]:
+        """By rank, the map from elements of the stored tensor to those that the rank holds."""
+        return [held_in(part, self.piece.shape, held, self.place) for part, held in self.by_rank]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the elements lie in short ranges of the file. The same on each rank of the axis."""
+        runs = self.runs
+        count, numel = sum(map(len, runs)), sum(each.numel for each in runs)
+        return count > len(runs) and numel * self.piece.tensor.itemsize < count * _SHORT_BYTES
+
+
+class _Rows(NamedTuple):
+    """Neighbouring elements of a stored tensor."""
+
+    start: int
+    values: Tensor
+    """1-D, valid until the next ones are asked for."""
+
+
+class RowExchange:
+    """The exchanges of one save, in the order of the files. A context manager: a rank that leaves it early, because it
+    failed, takes part in the rest, so that no other waits for it."""
+
+    def __init__(self) -> None:
+        self._cuts: list[_Cut] = []
+        self._buffers: dict[Collectives, Buffer] = {}
+        self._stream = self._all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self._finish()
+        else:
+            with suppress(Exception):  # what ended the block is what is raised
+                self._finish()
+
+    def _finish(self) -> None:
+        for _ in self._stream:
+            pass
+        while self._buffers:
+            axis, buffer = self._buffers.popitem()
+            axis.drop(buffer)
+
+    def arrange(self, files: TensorFiles, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the pieces to write in place of `pieces`, which are those of one file set. Collective: the ranks of an
+        axis pass pieces of the same tensors that are cut along it, empty ones included."""
+        cut = [piece for piece in pieces if type(piece) is Piece and len(piece.axes) == 1]
+        along: dict[Collectives, list[Piece]] = {}
+        for piece in cut:
+            along.setdefault(piece.axes[0], []).append(piece)
+        found: dict[str, list[_Cut]] = {}
+        moved: set[int] = set()
+        for axis, members in along.items():
+            own = [_Held(piece.within, piece.held) for piece in members if piece.within is not None]
+            everyone = OverGroups((axis,)).all_gather_object(own)
+            for piece, by_rank in zip(members, zip(*everyone, strict=True), strict=True):
+                cuts = [_Cut(piece, place, by_rank) for place in piece.places]
+                if any(each.is_short for each in cuts):
+                    moved.add(id(piece))
+                    for each in cuts:
+                        found.setdefault(each.place.name, []).append(each)
+        arranged = [piece for piece in pieces if id(piece) not in moved]
+        for layout in files.files.values():
+            for each in (each for name in layout.tensors for each in found.get(name, ())):
+                self._cuts.append(each)
+                rows = _covered(each.runs, *_shares(each.runs)[each.axis.rank : each.axis.rank + 2].tolist())
+                if len(rows):
+                    arranged.append(_row_piece(each, rows, self, len(self._cuts) - 1))
+        return arranged
+
+    def rows(self, number: int) -> Iterator[_Rows]:
+        """Yield this rank's rows of one cut; those of earlier ones must have been taken."""
+        for at, rows in self._stream:  # not closed with this generator: it goes on where this one ends
+            if at == number and rows is not None:
+                yield rows
+            elif at == number:
+                return
+            else:
+                assert rows is None, "rows are taken in the order of the files"
+
+    def _all(self) -> Iterator[tuple[int, _Rows | None]]:
+        """Yield all rows of all cuts, and None after the last ones of each."""
+        for number, cut in enumerate(self._cuts):
+            for rows in self._rows_of(cut):
+                yield number, rows
+            yield number, None
+
+    @torch.no_grad()
+    def _rows_of(self, cut: _Cut) -> Iterator[_Rows]:
+        axis, runs, own = cut.axis, cut.runs, cut.piece.tensor
+        ranks, me = axis.world_size, axis.rank
+        shares = _shares(runs)
+        span = max(1, _ROUND_BYTES // ranks // own.itemsize)
+        rounds = -(-int(np.diff(shares).max()) // span)
+        starts = np.minimum(shares[:-1] + np.arange(rounds)[:, None] * span, shares[1:])
+        stops = np.minimum(starts + span, shares[1:])
+        by_round = np.stack([_below(each, stops) - _below(each, starts) for each in runs], axis=1).tolist()
+        window, into = (torch.empty(span, dtype=own.dtype, device=axis.device) for _ in range(2))
+        for begins, ends, count in zip(starts.tolist(), stops.tolist(), by_round, strict=True):
+            ours = [runs[me].within(start, stop) for start, stop in zip(begins, ends, strict=True)]
+            arrived = self._exchanged(axis, count, [_values(own, each) for each in ours], into)
+            start, stop = begins[me], ends[me]
+            for values, each in zip(arrived, runs, strict=True):
+                _scatter(values, window, each.within(start, stop).moved(here=-start))
+            for low, _, length in _covered(runs, start, stop).inverse().tuples():
+                yield _Rows(low, window[low - start : low - start + length])
+
+    def _exchanged(self, axis: Collectives, count: list[list[int]], own: list[Tensor], into: Tensor) -> list[Tensor]:
+        """Send this rank's values to each rank, by rank, and return those of each that are for this rank.
+
+        count: elements from each source to each target.
+        """
+        if axis not in self._buffers:
+            self._buffers[axis] = axis.allocate(_ROUND_BYTES, BufferKind.REDUCE)
+        buffer, me, item_bytes = self._buffers[axis], axis.rank, into.itemsize
+        axis.claim(buffer)
+        at = 0
+        for target, values in enumerate(own):
+            if target != me:
+                buffer.bytes[at : at + values.nbytes].view(values.dtype).copy_(values)
+                at += values.nbytes
+        parts = tuple(
+            AllToAllPart(source, target, numel * item_bytes)
+            for source, targets in enumerate(count)
+            for target, numel in enumerate(targets)
+            if source != target and numel
+        )
+        arriving = [0 if source == me else targets[me] for source, targets in enumerate(count)]
+        received = into[: sum(arriving)]
+        if parts:
+            axis.all_to_all(buffer, parts, received.view(torch.uint8)).wait()
+        arrived = list(received.split(arriving))
+        arrived[me] = own[me]
+        return arrived
+
+
+@dataclass(slots=True, eq=False)
+class RowPiece(Piece):
+    """Rows that are there only after an exchange: `tensor` has their number of elements, but no memory for them."""
+
+    exchange: RowExchange = field(kw_only=True)
+    number: int = field(kw_only=True)
+
+    def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
+        """See `WritablePiece`. The memory is valid until the next chunk is asked for."""
+        for start, values in self.exchange.rows(self.number):
+            yield start, bytes_of(values.cpu())
+
+    def copy_to(self, memory: Tensor) -> None:
+        """See `Piece`. Every rank of the axis must call this."""
+        at = 0
+        for _, values in self.exchange.rows(self.number):
+            memory[at : at + values.numel()].copy_(values, non_blocking=True)
+            at += values.numel()
+
+
+def _row_piece(cut: _Cut, rows: IndexMap, exchange: RowExchange, number: int) -> RowPiece:
+    """Return the piece that stands for `rows`: from its elements to those of the stored tensor."""
+    like = torch.empty(1, dtype=cut.piece.tensor.dtype, device=cut.axis.device).expand(rows.numel)
+    place = Place(cut.place.name, cut.place.shape, rows)
+    return RowPiece(cut.piece.names, cut.piece.shape, like, 0, False, (place,), exchange=exchange, number=number)
+
+
+def _shares(runs: Sequence[IndexMap]) -> Ints:
+    """Return where in the stored tensor the share of each rank begins, and where the last one ends."""
+    held = [each for each in runs if len(each)]
+    start = min((int(each.here[0]) for each in held), default=0)
+    stop = max((int(each.here[-1] + each.length[-1]) for each in held), default=0)
+    return start + (stop - start) * np.arange(len(runs) + 1, dtype=np.int64) // len(runs)
+
+
+def _below(runs: IndexMap, at: Ints) -> Ints:
+    """Return how many of the elements that `runs` maps come before each of the elements `at`."""
+    if not len(runs):
+        return np.zeros_like(at)
+    begun = np.maximum(np.searchsorted(runs.here, at, "right") - 1, 0)
+    below: Ints = (np.cumsum(runs.length) - runs.length)[begun] + np.clip(at - runs.here[begun], 0, runs.length[begun])
+    return below
+
+
+def _covered(runs: Sequence[IndexMap], start: int, stop: int) -> IndexMap:
+    """Return the elements of [start, stop) that some rank holds, as the map to them from their numbers in order."""
+    inside = [each.within(start, stop) for each in runs]
+    if sum(each.numel for each in inside) == stop - start:
+        return IndexMap.one(stop - start, there=start)
+    union = IndexMap.joined([IndexMap(each.here, each.here, each.length) for each in inside])
+    return IndexMap(np.cumsum(union.length) - union.length, union.here, union.length)
+
+
+def _values(own: Tensor, runs: IndexMap) -> Tensor:
+    """Return the elements of `own` that `runs` leads to, in order: a view of them if they lie together."""
+    if not len(runs):
+        return own[:0]
+    if (runs.there[1:] == (runs.there + runs.length)[:-1]).all():
+        return own[int(runs.there[0]) : int(runs.there[-1] + runs.length[-1])]
+    return own[torch.from_numpy(runs.elements()).to(own.device)]
+
+
+def _scatter(values: Tensor, window: Tensor, runs: IndexMap) -> None:
+    """Copy `values`, one after another, to the elements of `window` that `runs` maps."""
+    here, length = runs.here, runs.length
+    inner = slice(1, -1)  # the first and the last may be shorter
+    step = np.diff(here[inner])
+    if len(here) > 3 and (length[inner] == length[1]).all() and (step == step[0]).all():
+        count, width, first = len(here) - 2, int(length[1]), int(length[0])
+        rows = values[first : first + count * width].view(count, width)
+        window.as_strided((count, width), (int(step[0]), 1), int(here[1])).copy_(rows)
+        ends = [(int(here[0]), 0, first), (int(here[-1]), first + count * width, int(length[-1]))]
+    else:
+        ends = list(zip(here.tolist(), (np.cumsum(length) - length).tolist(), length.tolist(), strict=True))
+    for at, taken, numel in ends:
+        window[at : at + numel].copy_(values[taken : taken + numel])
