@@ -143,6 +143,7 @@ def test_settings_and_keys_translate_into_one_another() -> None:
         "reshard_after_forward": None,
         "slots": 4,
         "shard_group": 2,
+        "tp": None,
     }
     found = values_in(tree)
     assert found == {"strategy": "hybrid_shard", "shard_group": 2, "units": frozenset({"A", "B"}), "slots": 4}

@@ -55,6 +55,19 @@ def run_alone(*overrides: str) -> None:
     trainer.run(load("tiny.toml", overrides))
 
 
+def run_here(folder: str, overrides: tuple[str, ...]) -> str:
+    """Train in a folder. Returns what the rank prints."""
+    printed = io.StringIO()
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(printed):
+            run_alone(*overrides)
+    finally:
+        os.chdir(before)
+    return printed.getvalue()
+
+
 def read(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 

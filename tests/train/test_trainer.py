@@ -1,10 +1,7 @@
 """Whole runs, small enough for a few seconds: what they write, that they learn, and what they refuse."""
 
-import contextlib
-import io
 import itertools
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -23,7 +20,7 @@ from shardwise.train import trainer
 from shardwise.train.config.files import load
 from shardwise.train.output.checkpoints import Checkpoints
 from tests.ranks import RankPools
-from tests.train.rig import TINY, losses, read, run_alone
+from tests.train.rig import TINY, losses, read, run_alone, run_here
 
 MEMORY_KINDS = {
     "param_shards", "gathered_slots", "grad_shards", "reduce_slots", "optimizer", "buffers", "activations",
@@ -41,19 +38,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
     (tmp_path / "tiny.toml").write_text(TINY)
     monkeypatch.chdir(tmp_path)
-
-
-def run_here(folder: str, overrides: tuple[str, ...]) -> str:
-    """Train in a folder. Returns what the rank prints."""
-    printed = io.StringIO()
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        with contextlib.redirect_stdout(printed):
-            run_alone(*overrides)
-    finally:
-        os.chdir(before)
-    return printed.getvalue()
 
 
 def test_a_run_writes_what_it_promises(capsys: pytest.CaptureFixture[str]) -> None:

@@ -291,6 +291,13 @@ class RunSettings(ShardSettings):
         least=1,
         usual="searched",
     )
+    tp: int = setting(
+        1,
+        "Consecutive ranks that share each matrix product, and the same batches (tensor parallelism).",
+        plain=int,
+        key="parallel.tp",
+        least=1,
+    )
     seq_len: int = setting(SEQ_LEN, "Tokens per sequence.", key="data.seq_len", least=1)
     micro_batch: int = setting(
         1, "Sequences (or images) that a rank computes at once.", key="train.micro_batch", least=1, usual="searched"

@@ -74,7 +74,7 @@ def run(config: Config) -> None:
             Every rank raises.
     """
     check_supported(config)
-    with started() as ranks:
+    with started(config.parallel.ranks_per_batch) as ranks:
         config = config.for_ranks(ranks.world_size)
         directory = RunDirectory(config.run_directory)
         done = ranks.on_first(lambda: why_finished(directory, config))
@@ -147,7 +147,7 @@ class Trainer:
         with ranks.together():
             self.task = load_task(config)
         rank_consistency.check(config, self.task, ranks)
-        self.share = Share(ranks.rank, ranks.world_size, train.micro_batch)
+        self.share = Share(ranks.data_rank, ranks.data_ranks, train.micro_batch)
         self.batches = Batches(self.task.train, self.share, train.global_batch, config.data.seed)
         self.first_step = 0
         """Number of steps taken before this launch resumed the run; `batches` start there."""
@@ -173,7 +173,7 @@ class Trainer:
         checkpoint_units(self.model, train.activation_checkpointing)
         if train.compile:
             compile_blocks(self.model)
-        torch.manual_seed(train.seed + 1 + ranks.rank)  # dropout differs between ranks
+        self._seed_dropout()
         self.optimizer = self._optimizer()
         self.scaler = sw.GradScaler(ranks.device.type, enabled=needs_loss_scaling(self.config.parallel))
         self.schedule = LearningRateSchedule.of(train)
@@ -199,6 +199,10 @@ class Trainer:
         if outlook is not None:
             self.console.say(outlook.words)
         return config, outlook
+
+    def _seed_dropout(self) -> None:
+        """Seed this rank's draws: as those of the ranks that work on the same batch, unlike all others'."""
+        torch.manual_seed(self.config.train.seed + 1 + self.ranks.data_rank)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         train = self.config.train
@@ -346,6 +350,8 @@ class Trainer:
         for name in ("step", "value", "mark", "waited"):
             setattr(self.best, name, getattr(stored, name))
         self.evaluates_first = resumed.extra.get("evaluated") is False
+        if resumed.extra.get("ranks_per_batch", 1) != self.ranks.per_batch:
+            self._seed_dropout()  # the random states that were loaded are those of other batches
         if resumed.extra.get("scaler"):
             self.scaler.load_state_dict(resumed.extra["scaler"])
         self.skipped_steps = resumed.extra.get("skipped_steps", 0)
@@ -375,6 +381,7 @@ class Trainer:
             "skipped_steps": self.skipped_steps,
             "best": self.best.to_json(),
             "param_dtype": self.config.parallel.param_dtype,
+            "ranks_per_batch": self.ranks.per_batch,
         }
         checkpoints.save(step, self.model, self.optimizer, position, extra)
 
@@ -406,7 +413,7 @@ class Trainer:
 
     def _read(self, taken: TakenStep) -> StepMetrics:
         """Wait for a step's results and return its metrics. Every rank must call this."""
-        loss = self.ranks.sum([taken.nll()])[0] / taken.targets
+        loss = self.ranks.sum([taken.nll() * self.ranks.counts])[0] / taken.targets
         grad_norm = taken.grad_norm()
         self._check_finite(taken.step, loss, grad_norm)
         now_s = time.perf_counter()
@@ -451,11 +458,11 @@ class Trainer:
         """
         start_s = time.perf_counter()
         batches = self.batches.batch(step - self.first_step)
-        own = [sum(batch.targets for batch in batches), sum(batch.size for batch in batches)]
+        own = [self.ranks.counts * sum(getattr(batch, kind) for batch in batches) for kind in ("targets", "size")]
         targets, tokens = (int(count) for count in self.ranks.sum(own, np.int64))
         lr = self.schedule(step)
         set_lr(self.optimizer, lr)
-        nll = self._accumulate(batches, StepWeights(targets, len(batches), self.ranks.world_size))
+        nll = self._accumulate(batches, StepWeights(targets, len(batches), self.ranks.data_ranks))
         self.scaler.unscale_(self.optimizer)
         grad_norm = self._clip()
         self._update(self._not_finite(nll, grad_norm))

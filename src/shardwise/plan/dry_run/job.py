@@ -49,6 +49,8 @@ class Job(RunSettings, Machines):
             raise ConfigError(
                 f"activation_checkpointing='offload' is forecast only for shardwise, not {self.engine}; use 'full'"
             )
+        if self.tp > 1:
+            raise ConfigError(f"tp={self.tp}: tensor parallelism cannot be forecast yet; leave it out")
         self._check_shard_group()
         self._check_resharding()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -29,14 +28,13 @@ def arguments_of(config: Config, ranks: Ranks, hardware: Hardware) -> dict[str, 
     """
     train = config.train
     assert train.global_batch is not None, "Config.for_ranks fills it in"
-    per_node = min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)), ranks.world_size)
     return {
         **values_in(config.model_dump()),
         "gpu": hardware,
-        "gpus_per_node": per_node,
-        "nodes": ranks.world_size // per_node,
+        "gpus_per_node": ranks.per_host,
+        "nodes": ranks.world_size // ranks.per_host,
         "precision": precision_of(config.parallel, config.lora),
-        "accumulation": train.global_batch // (train.micro_batch * ranks.world_size),
+        "accumulation": train.global_batch // (train.micro_batch * config.parallel.data_ranks(ranks.world_size)),
         "offload": config.offload.places,
     }
 

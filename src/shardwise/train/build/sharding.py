@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
+from shardwise.errors import ConfigError
 from shardwise.model_tools.classes import classes_named
 from shardwise.policy.settings import SHARD
 from shardwise.train.config.schema import HYBRID_STRATEGIES, LoraConfig, OffloadConfig, ParallelConfig
@@ -27,8 +28,14 @@ def shard_model(
     needs. Every rank must call this.
 
     Raises:
-        ConfigError: `parallel.units` names a class that the model does not contain.
+        ConfigError: `parallel.units` names a class that the model does not contain; or `parallel.tp` is more than 1 and
+            the model has no tensor-parallel plan.
     """
+    if config.tp > 1 and not getattr(model, "tp_plan", None):
+        raise ConfigError(
+            f"parallel.tp={config.tp}: {type(model).__name__} has no tensor-parallel plan, which a model of your own "
+            "states as a dict of torch's ParallelStyles by names of modules in its attribute tp_plan: leave tp out"
+        )
     arguments = {name: getattr(config, one.key.partition(".")[2]) for name, one in SHARD.items() if one.key}
     arguments |= {
         "mesh": _mesh(config, ranks),
@@ -36,6 +43,7 @@ def shard_model(
         "precision": precision_of(config, lora),
         "offload": _offload(offload),
         "align": align,
+        "tp_plan": "auto" if config.tp > 1 else None,
     }
     return sw.shard(model, **arguments)
 
@@ -81,11 +89,13 @@ def blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _mesh(config: ParallelConfig, ranks: Ranks) -> DeviceMesh | None:
-    """Return a (replicate, shard) mesh if a shard group is configured; None leaves the mesh to the strategy."""
-    if config.strategy not in HYBRID_STRATEGIES or config.shard_group is None or ranks.world_size == 1:
+    """Return a mesh if a shard group or a tensor-parallel group is configured; None leaves it to the strategy. Every
+    rank must call this."""
+    is_hybrid, group = config.strategy in HYBRID_STRATEGIES, config.shard_group
+    if ranks.world_size == 1 or not (config.tp > 1 or (is_hybrid and group)):
         return None
-    shape = (ranks.world_size // config.shard_group, config.shard_group)
-    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    group = group or max(1, ranks.per_host // config.tp)
+    return sw.mesh(config.data_ranks(ranks.world_size) // group if is_hybrid else 1, tp=config.tp)
 
 
 def _units(model: nn.Module, units: int | Sequence[str] | None) -> int | set[type[nn.Module]] | None:

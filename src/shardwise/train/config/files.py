@@ -129,7 +129,7 @@ def _explain_one(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> str:
     if detail["type"] == "missing":
         return f"{label} is required" if len(detail["loc"]) == len(name) else f"{label} has too few items"
     if detail["type"] == "value_error":
-        return f"[{label}] {detail['ctx']['error']}"
+        return f"{f'[{label}] ' if label else ''}{detail['ctx']['error']}"
     # A union gives one error per member: name all of them.
     reasons = dict.fromkeys(_reason(other) for other in details if _field_path(other["loc"]) == name)
     if name == ["parallel", "strategy"]:

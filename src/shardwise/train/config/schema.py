@@ -3,7 +3,7 @@
 `config.files.load` reads one from a TOML file; `Config.for_ranks` fits it to a number of ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -350,6 +350,8 @@ class ParallelConfig(_section("parallel")):  # type: ignore[misc]  # made from t
     ranks: Annotated[Literal["auto"] | PositiveInt, Field(union_mode="left_to_right")] = "auto"
     """Ranks on this machine; "auto" = all GPUs, else 2 CPU ranks (8 with JAX). Under torchrun, torchrun's number is
     used."""
+    dp_replicate: PositiveInt = 1
+    """Copies of the model, for the hybrid strategies: says the same as `shard_group`. 1 = what `shard_group` leaves."""
     param_dtype: Annotated[DtypeName | None, NoneWord] = None
     """The dtype of forward and backward, and of gathered parameters. none = the checkpoint's if a run is resumed; else
     bf16 if `model.dtype` is "fp32" and the accelerator computes in bf16; else `model.dtype`."""
@@ -357,6 +359,27 @@ class ParallelConfig(_section("parallel")):  # type: ignore[misc]  # made from t
     """The dtype in which gradients are summed over the ranks."""
     hardware: Annotated[str | None, NoneWord] = None
     """The device that plans assume for a rank: a packaged name or a hardware file; none = the rank's real device."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_the_name_of_the_axis(cls, given: Any) -> Any:
+        """Take `dp_shard`, as `sw.mesh` names it, for `shard_group`."""
+        if not isinstance(given, Mapping) or "dp_shard" not in given:
+            return given
+        keys = dict(given)
+        group = keys.pop("dp_shard")
+        if keys.setdefault("shard_group", group) != group:
+            raise ValueError(f"dp_shard = {group} and shard_group = {keys['shard_group']} mean the same: give one")
+        return keys
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """The number of consecutive ranks that work on the same batch."""
+        return int(self.tp)
+
+    def data_ranks(self, world_size: int) -> int:
+        """Return the number of different batches that so many ranks work on at once: of copies x shards."""
+        return world_size // self.ranks_per_batch
 
 
 class CheckpointConfig(Section):
@@ -500,6 +523,25 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _is_tensor_parallel_with_what_can_be(self) -> Self:
+        tp = self.parallel.tp
+        if tp == 1:
+            return self
+        offloaded = next((f"offload.{kind}" for kind in PLACES if getattr(self.offload, kind) is not None), None)
+        found = {
+            str(offloaded): offloaded is not None,
+            f'train.optimizer = "{self.train.optimizer}"': self.train.optimizer in {"adamw-8bit", "muon"},
+            f"lora.r = {self.lora.r}": self.lora.r > 0,
+            "train.compile": self.train.compile,
+            'parallel.strategy = "auto"': self.parallel.strategy == AUTO,
+            'parallel.backend = "jax"': self.parallel.backend == "jax",
+        }
+        wrong = next((setting for setting, asked in found.items() if asked), None)
+        if wrong is not None:
+            raise ValueError(f"parallel.tp = {tp} does not work with {wrong} yet: leave one of them out")
+        return self
+
     @property
     def run_directory(self) -> Path:
         """`<log.directory>/<log.name>`."""
@@ -516,18 +558,19 @@ class Config(Section):
             ConfigError: `global_batch` is not a whole number of micro-batches on every rank, is more than one of them
                 with `optimizer_in_backward`, or has too many tokens for a rank.
         """
-        _check_groups(self.parallel, world_size)
-        one_pass = self.train.micro_batch * world_size
+        parallel = _fitted(self.parallel, world_size)
+        data_ranks = parallel.data_ranks(world_size)
+        one_pass = self.train.micro_batch * data_ranks
         global_batch = self.train.global_batch or one_pass
         if global_batch % one_pass:
             raise ConfigError(
-                f"train.global_batch={global_batch} is not a multiple of train.micro_batch x ranks "
-                f"= {self.train.micro_batch} x {world_size} = {one_pass}"
+                f"train.global_batch={global_batch} is not a multiple of train.micro_batch x ranks{_over(parallel)} "
+                f"= {self.train.micro_batch} x {data_ranks} = {one_pass}"
             )
-        tokens = global_batch // world_size * self.data.seq_len
+        tokens = global_batch // data_ranks * self.data.seq_len
         if tokens > _MOST_TOKENS:
             raise ConfigError(
-                f"{tokens:.3g} tokens per step on each rank (train.global_batch={global_batch} / {world_size} "
+                f"{tokens:.3g} tokens per step on each rank (train.global_batch={global_batch} / {data_ranks} "
                 f"ranks x data.seq_len={self.data.seq_len}) are more than the {_MOST_TOKENS} supported; lower "
                 "train.micro_batch or global_batch"
             )
@@ -535,32 +578,65 @@ class Config(Section):
             raise ConfigError(
                 f"train.optimizer_in_backward with train.global_batch={global_batch}: each backward takes a "
                 f"step, so gradients of {global_batch // one_pass} micro-batches cannot be added; set "
-                f"train.micro_batch={global_batch // world_size}"
+                f"train.micro_batch={global_batch // data_ranks}"
             )
         return self.model_copy(
             update={
                 "train": self.train.model_copy(update={"global_batch": global_batch}),
-                "parallel": self.parallel.model_copy(update={"ranks": world_size}),
+                "parallel": parallel.model_copy(update={"ranks": world_size}),
             }
         )
 
 
-def _check_groups(parallel: ParallelConfig, world_size: int) -> None:
-    group = parallel.shard_group
-    if group is not None:
-        if world_size % group:
+def _over(parallel: ParallelConfig) -> str:
+    """Return what the number of ranks is divided by to get the number of data ranks, in words."""
+    return "" if parallel.tp == 1 else " / tp"
+
+
+def _fitted(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
+    """Return the section with the shard group that follows from the copies. Raises MeshError if sizes do not fit the
+    ranks or the strategy."""
+    if world_size % parallel.tp:
+        raise MeshError(
+            f"parallel.tp={parallel.tp} does not divide the {world_size} ranks; use one of {divisors(world_size)} or "
+            "another number of ranks"
+        )
+    copies, group, data_ranks = parallel.dp_replicate, parallel.shard_group, parallel.data_ranks(world_size)
+    if copies > 1:
+        if data_ranks % copies or group not in {None, data_ranks // copies}:
+            sizes = {"dp_replicate": copies, "shard_group": group, "tp": parallel.tp}
+            asked = " x ".join(f"{name}={size}" for name, size in sizes.items() if size not in {None, 1})
+            way = "be" if group else "divide"
+            raise MeshError(f"parallel.{asked}: the product must {way} the number of ranks, {world_size}")
+        if parallel.strategy not in {*HYBRID_STRATEGIES, AUTO, "no_shard"}:
             raise MeshError(
-                f"parallel.shard_group={group} does not divide the {world_size} ranks; "
-                f"use one of {divisors(world_size)} or another number of ranks"
+                f"parallel.dp_replicate={copies} needs a hybrid strategy (hybrid_shard or hybrid_shard_zero2), or "
+                f"no_shard for {data_ranks} copies; {parallel.strategy} has one copy"
             )
-        expected = 1 if parallel.strategy == "no_shard" else world_size
-        if parallel.strategy not in {*HYBRID_STRATEGIES, "auto"} and group != expected:
+        group = data_ranks // copies
+        parallel = parallel.model_copy(update={"shard_group": group})
+    _check_groups(parallel, data_ranks)
+    return parallel
+
+
+def _check_groups(parallel: ParallelConfig, data_ranks: int) -> None:
+    group, ranks = parallel.shard_group, f"{data_ranks} ranks"
+    if parallel.tp > 1:
+        ranks = f"{data_ranks} data ranks ({data_ranks * parallel.tp} / tp={parallel.tp})"
+    if group is not None:
+        if data_ranks % group:
+            raise MeshError(
+                f"parallel.shard_group={group} does not divide the {ranks}; "
+                f"use one of {divisors(data_ranks)} or another number of ranks"
+            )
+        expected = 1 if parallel.strategy == "no_shard" else data_ranks
+        if parallel.strategy not in {*HYBRID_STRATEGIES, AUTO} and group != expected:
             raise MeshError(
                 f"parallel.shard_group={group} needs a hybrid strategy (hybrid_shard or hybrid_shard_zero2); "
-                f"{parallel.strategy} always uses {expected} of {world_size} ranks"
+                f"{parallel.strategy} always uses {expected} of {ranks}"
             )
     smaller = parallel.reshard_after_forward
-    whole = group or world_size
+    whole = group or data_ranks
     if smaller is not None and not isinstance(smaller, bool) and whole % smaller:
         raise MeshError(
             f"parallel.reshard_after_forward={smaller} does not divide the shard group of {whole} ranks; "

@@ -72,6 +72,16 @@ def check_model(model: ModelConfig, data: DataConfig) -> None:
     check_fits(_whole(described.get("vocab_size")), _whole(described.get("n_positions")), vocabulary, data.seq_len)
 
 
+def check_heads(model: ModelConfig, tp: int) -> None:
+    """Raise ConfigError if a model that is given by a configuration has heads of attention that `parallel.tp` does not
+    divide; the ranks check all others."""
+    described = _described(model)
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = _whole(described.get(key))
+        if heads is not None and heads % tp:
+            raise ConfigError(f"parallel.tp={tp} does not divide the model's {key}={heads}")
+
+
 def check_fits(vocab_size: int | None, positions: int | None, needed: int | None, seq_len: int) -> None:
     """Raise ConfigError if a model is too small for the token ids or the sequences of the data. None means unknown.
 

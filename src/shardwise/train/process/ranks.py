@@ -31,8 +31,31 @@ class Ranks(Together):
     rank: int
     world_size: int
     device: torch.device
+    per_batch: int = 1
+    """Number of consecutive ranks that work on the same batch, such as those of a tensor-parallel group."""
     _channels: list[TreeChannel] = field(default_factory=list, init=False, repr=False, compare=False)
     """Empty until the first exchange, then one channel. A list, because the class is frozen."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of different batches that are worked on at once."""
+        return self.world_size // self.per_batch
+
+    @property
+    def data_rank(self) -> int:
+        """Number of the batch, of those, that this rank works on."""
+        return self.rank // self.per_batch
+
+    @property
+    def per_host(self) -> int:
+        """Number of ranks on this host, as torchrun says; without it, of all."""
+        return min(int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)), self.world_size)
+
+    @property
+    def counts(self) -> int:
+        """1 on the first of the ranks that work on one batch, else 0: multiplied by it, a batch's numbers are added
+        once."""
+        return int(self.rank % self.per_batch == 0)
 
     def sum(self, values: Sequence[float], dtype: type[np.generic] = np.float64) -> list[float]:
         """Return elementwise sums over all ranks, the same on every rank. Every rank must call this.
@@ -64,7 +87,7 @@ class Ranks(Together):
 
 
 @contextmanager
-def started() -> Iterator[Ranks]:
+def started(per_batch: int = 1) -> Iterator[Ranks]:
     """Join the other ranks for the duration of a run, as torchrun's environment says; without it, run as one rank.
 
     Uses the backend made for this rank's device: nccl for a GPU, gloo for a CPU. Every rank must enter. An existing
@@ -72,6 +95,9 @@ def started() -> Iterator[Ranks]:
     end together with `Interrupted`. After any other exception it is kept: destroying a communicator waits for ranks
     that may never arrive, which would delay the error. The caller that catches the exception must report it and end the
     process.
+
+    Args:
+        per_batch: as `Ranks.per_batch`.
 
     Raises:
         MeshError: two ranks of one host have the same accelerator. Raised on every rank.
@@ -81,7 +107,7 @@ def started() -> Iterator[Ranks]:
     if launched:
         dist.init_process_group(accelerators.backend_for(device))
     joined = dist.is_initialized()
-    ranks = Ranks(dist.get_rank() if joined else 0, dist.get_world_size() if joined else 1, device)
+    ranks = Ranks(dist.get_rank() if joined else 0, dist.get_world_size() if joined else 1, device, per_batch)
     _refuse_shared_device(ranks)
     try:
         yield ranks

@@ -13,7 +13,7 @@ from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import Config
 from shardwise.train.config.tasks import DEFAULT
-from shardwise.train.data.data_checks import check_data, check_model
+from shardwise.train.data.data_checks import check_data, check_heads, check_model
 from shardwise.train.data.model_files import settled
 
 DEFAULT_CPU_RANKS = 2
@@ -108,4 +108,5 @@ def _with_files(config: Config) -> Config:
     config = settled(config)
     check_data(config.data, config.model.task or DEFAULT)
     check_model(config.model, config.data)
+    check_heads(config.model, config.parallel.tp)
     return config

@@ -1,0 +1,154 @@
+"""Runs on meshes of more axes: replicas, shards and tensor parallelism, compared with runs of one process.
+
+Numbers agree within rounding: products are summed over the tensor axis in another order than in one matrix product.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ConfigError, MeshError
+from shardwise.train.config.files import load
+from tests.engine.tensor.rig import forget_meshes
+from tests.ranks import RankPools
+from tests.train.rig import TINY, losses, read, run_alone, run_here
+
+DATA = ["loss", "tokens", "grad_norm"]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "texts").mkdir()
+    for i in range(20):
+        (tmp_path / "texts" / f"{i}.txt").write_text(
+            f"the {i} quick brown foxes jump over {i} lazy dogs. " * (1 + i % 5)
+        )
+    (tmp_path / "tiny.toml").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+
+
+def _on_mesh(folder: str, overrides: tuple[str, ...]) -> str:
+    forget_meshes()
+    return run_here(folder, overrides)
+
+
+def _train(ranks: RankPools, world_size: int, *overrides: str) -> list[str]:
+    return ranks(world_size).run(_on_mesh, str(Path.cwd()), overrides, timeout_s=120)
+
+
+def _assert_as_alone(name: str) -> None:
+    for row, expected in zip(read(f"runs/{name}/metrics.jsonl"), read("runs/alone/metrics.jsonl"), strict=True):
+        assert [row[key] for key in DATA] == pytest.approx([expected[key] for key in DATA], rel=2e-4)
+    found, expected = (read(f"runs/{run}/evaluations.jsonl") for run in (name, "alone"))
+    assert [row["tokens"] for row in found] == [row["tokens"] for row in expected]
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_tensor_parallel_run_trains_as_one_process(ranks: RankPools) -> None:
+    short = ("train.steps=3", "train.eval_every=0", "model.config.intermediate_size=45")  # uneven
+    run_alone("log.name=alone", *short)
+    printed, *others = _train(ranks, 4, "log.name=two", "parallel.tp=2", *short)
+    _assert_as_alone("two")
+    assert others == ["", "", ""], "rank 0 speaks for all"
+    assert "a sample" in printed
+    assert Path("runs/two/final/config.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_tensor_parallel_run_goes_on_at_other_meshes(ranks: RankPools) -> None:
+    saving = ("checkpoint.every=3", "checkpoint.keep_best=true")
+    _train(ranks, 4, "log.name=two", "parallel.tp=2", *saving)
+    before = losses("two")
+    for name, world_size, overrides in (
+        ("one", 1, ()),
+        ("four", 4, ()),
+        ("again", 4, ("parallel.tp=2",)),
+        ("narrow", 2, ("parallel.tp=2",)),
+    ):
+        shutil.copytree("runs/two", f"runs/{name}", symlinks=True)
+        shutil.rmtree(f"runs/{name}/final")
+        shutil.rmtree(f"runs/{name}/checkpoints/step-000006")
+        printed, *_ = _train(ranks, world_size, f"log.name={name}", *overrides, *saving)
+        assert "step 4 is next" in printed
+        assert losses(name) == (before if name == "again" else pytest.approx(before, rel=2e-4))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel.strategy=hybrid_shard", "parallel.dp_replicate=2"),
+        ("parallel.strategy=no_shard", "model.init=device"),
+        ("parallel.dp_shard=2", "train.activation_checkpointing=full", "data.document_mask=true"),
+    ],
+    ids=lambda overrides: overrides[0].split("=")[1],
+)
+def test_replicas_and_shards_beside_tensor_parallelism(ranks: RankPools, overrides: tuple[str, ...]) -> None:
+    common = tuple(one for one in overrides if one.startswith(("model.", "data.")))
+    run_alone("log.name=alone", "train.steps=3", *common)
+    _train(ranks, 4, "log.name=mesh", "train.steps=3", "parallel.tp=2", *overrides)
+    _assert_as_alone("mesh")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "message"),
+    [
+        (["tp=2"], 3, "parallel.tp=2 does not divide the 3 ranks; use one of 1, 3 or another number of ranks"),
+        (["tp=2", "dp_replicate=3"], 4, "dp_replicate=3 x tp=2: the product must divide the number of ranks, 4"),
+        (["dp_replicate=2", "dp_shard=4", "strategy=hsdp"], 4, "dp_replicate=2 x shard_group=4: the product must be"),
+        (["tp=2", "dp_replicate=2"], 4, "parallel.dp_replicate=2 needs a hybrid strategy"),
+        (["tp=2", "dp_shard=4"], 4, "does not divide the 2 data ranks (4 / tp=2)"),
+        (["tp=2", "dp_shard=1"], 4, "full_shard always uses 2 of 2 data ranks (4 / tp=2)"),
+    ],
+)
+def test_sizes_that_do_not_make_up_the_ranks(overrides: list[str], ranks: int, message: str) -> None:
+    with pytest.raises(MeshError, match=re.escape(message)):
+        load("tiny.toml", [f"parallel.{one}" for one in overrides]).for_ranks(ranks)
+
+
+def test_a_batch_is_divided_among_data_ranks() -> None:
+    fitted = load("tiny.toml", ["parallel.tp=2", "train.global_batch=none"]).for_ranks(8)
+    assert fitted.train.global_batch == 4 * 2
+    with pytest.raises(ConfigError, match=re.escape("train.micro_batch x ranks / tp = 2 x 4 = 8")):
+        load("tiny.toml", ["parallel.tp=2", "train.global_batch=12"]).for_ranks(8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "group"),
+    [
+        (["dp_shard=2"], 2),
+        (["dp_replicate=4"], 2),
+        (["dp_replicate=2", "tp=2"], 2),
+        (["dp_replicate=4", "shard_group=2"], 2),
+        (["dp_replicate=8", "strategy=no_shard"], 1),
+    ],
+)
+def test_copies_and_shards_are_names_for_the_same(overrides: list[str], group: int) -> None:
+    given = ["train.global_batch=none", *(f"parallel.{one}" for one in ["strategy=hybrid_shard", *overrides])]
+    fitted = load("tiny.toml", given).for_ranks(8)
+    assert fitted.parallel.shard_group == group
+    assert fitted.for_ranks(8) == fitted
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("offload.params=cpu", "offload.params"),
+        ("train.optimizer=muon", 'train.optimizer = "muon"'),
+        ("train.optimizer=adamw-8bit", 'train.optimizer = "adamw-8bit"'),
+        ("lora.r=4", "lora.r = 4"),
+        ("train.compile=true", "train.compile"),
+        ("parallel.backend=jax", 'parallel.backend = "jax"'),
+        ("parallel.strategy=auto", 'parallel.strategy = "auto"'),
+    ],
+)
+def test_what_is_not_tensor_parallel_is_refused_before_ranks_start(asked: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"parallel.tp = 2 does not work with {asked[1]} yet")):
+        load("tiny.toml", ["parallel.tp=2", asked[0]])
+    load("tiny.toml", [asked[0]])
