@@ -208,12 +208,13 @@ def build(name: str) -> nn.Module:
 
 
 def measured(name: str, job: Job) -> Live:
-    """Forward and backward of the third step. Not collective."""
+    """Forward and backward of the third step. Every rank of a tensor axis calls it."""
     torch.manual_seed(0)
     model = build(name)
     feed = TrainingForward(model, job)
     if job.engine == "shardwise":
-        sw.shard(model, job.strategy, precision=job.precision)
+        cut = {} if job.tp == 1 else {"mesh": sw.mesh(tp=job.tp), "tp_plan": "auto"}
+        sw.shard(model, job.strategy, precision=job.precision, **cut)
     checkpoint_units(model, job.activation_checkpointing)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(2):
@@ -259,8 +260,9 @@ def planned(name: str, job: Job) -> Live:
 
 
 def check(ranks: RankPools, name: str, mode: str, kind: type[Job] = Job, **more: Any) -> None:
-    job = kind(gpu="cpu", gpus_per_node=1, seq_len=128, micro_batch=4, activation_checkpointing=mode, **more)
-    real = ranks(1).run(measured, name, job)[0]
+    sizes = {"gpus_per_node": more.get("tp", 1), "seq_len": 128, "micro_batch": 4}
+    job = kind(gpu="cpu", activation_checkpointing=mode, **sizes, **more)
+    real = ranks(job.world_size).run(measured, name, job)[0]
     dry = planned(name, job)
     print(f"{name} {mode}: {dry} against {real}")
     assert dry.after_forward == pytest.approx(real.after_forward, rel=0.03)

@@ -8,9 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.fsdp.saved_tensors import Handle, SavedTensors
 from shardwise.fsdp.slots import storage_key
+
+_PLAIN = (Tensor, FakeTensor)
+"""Classes of tensors that are around no others."""
 
 
 class SubclassWrapper(NamedTuple):
@@ -50,7 +54,7 @@ def flatten(tensor: Tensor, slots: Mapping[int, object]) -> tuple[SubclassWrappe
         return None
     names, context = tensor.__tensor_flatten__()
     parts: dict[str, Any] = {name: getattr(tensor, name) for name in names}
-    found = [name for name, part in parts.items() if type(part) is Tensor and storage_key(part) in slots]
+    found = [name for name, part in parts.items() if type(part) in _PLAIN and storage_key(part) in slots]
     if len(found) != 1:
         return None
     inner = parts.pop(found[0])

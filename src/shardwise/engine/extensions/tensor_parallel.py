@@ -36,7 +36,7 @@ from shardwise.fsdp.sharded_parameter import SHARDED_ATTRIBUTE, Part, Placement
 from shardwise.fsdp.torch_collectives import collectives_for
 from shardwise.modules.extended import DTENSOR
 
-_axes: WeakKeyDictionary[dist.ProcessGroup, Collectives] = WeakKeyDictionary()
+AXES: WeakKeyDictionary[dist.ProcessGroup, Collectives] = WeakKeyDictionary()
 """Collectives of the axes of tensor meshes, which all models on them share."""
 
 
@@ -59,9 +59,9 @@ def collectives_of(mesh: DeviceMesh, device: torch.device) -> tuple[Collectives,
     """Return the collectives of each axis of a tensor mesh. Every rank of the mesh must call this."""
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     for group in groups:
-        if group not in _axes:
-            _axes[group] = collectives_for(group, device)
-    return tuple(_axes[group] for group in groups)
+        if group not in AXES:
+            AXES[group] = collectives_for(group, device)
+    return tuple(AXES[group] for group in groups)
 
 
 @dataclass(frozen=True, eq=False)

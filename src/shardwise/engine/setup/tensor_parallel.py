@@ -54,7 +54,7 @@ class TensorParallelGroups:
         """Make a group. Raises MeshError if the model's data ranks are not those of one place in the tensor mesh."""
         fqn, first, _ = originals[0]
         tensor_mesh = dtensor_of(first).device_mesh
-        theirs = {int(rank) for rank in tensor_mesh.mesh.flatten()}
+        theirs = {rank for group in tensor_mesh.get_all_groups() for rank in dist.get_process_group_ranks(group)}
         ours = {rank for span in engine.mesh.spans for rank in span}
         if len(theirs) > 1 and len(theirs & ours) > 1:
             raise MeshError(
@@ -123,7 +123,7 @@ def _checked_plan(model: nn.Module, plan: TensorPlan) -> Mapping[str, Any]:
     """Return styles by patterns, of one kind."""
     theirs: Any = getattr(model, "tp_plan", None)
     if plan == "auto":
-        if not isinstance(theirs, dict) or not theirs:
+        if not isinstance(theirs, Mapping) or not theirs:
             raise ConfigError(
                 f"tp_plan='auto': {type(model).__name__} has no tensor-parallel plan of its own: pass a dict of styles "
                 "by names, such as {'layers.*.up': ColwiseParallel(), 'layers.*.down': RowwiseParallel()}"

@@ -49,8 +49,7 @@ class Job(RunSettings, Machines):
             raise ConfigError(
                 f"activation_checkpointing='offload' is forecast only for shardwise, not {self.engine}; use 'full'"
             )
-        if self.tp > 1:
-            raise ConfigError(f"tp={self.tp}: tensor parallelism cannot be forecast yet; leave it out")
+        self._check_tensor_axis()
         self._check_shard_group()
         self._check_resharding()
 
@@ -77,7 +76,7 @@ class Job(RunSettings, Machines):
         if self.units is not None and not isinstance(self.units, int):
             classes = [self.units] if isinstance(self.units, type) or callable(self.units) else list(self.units)
             plain["units"] = sorted(getattr(chosen, "__name__", str(chosen)) for chosen in classes)
-        return {**plain, "world_size": self.world_size}
+        return {**plain, "world_size": self.world_size, "mesh": self.mesh}
 
     @property
     def units_by_name(self) -> tuple[str, ...] | None:
@@ -98,18 +97,28 @@ class Job(RunSettings, Machines):
         return nullcontext()
 
     @property
+    def data_ranks(self) -> int:
+        """The number of ranks with batches of their own: all of them, or one for each group of `tp`."""
+        return self.world_size // self.tp
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The sizes of the mesh's axes, by their names in `sw.mesh`."""
+        return {"dp_replicate": self.replicas, "dp_shard": self.shard_ranks, "tp": self.tp}
+
+    @property
     def shard_ranks(self) -> int:
         """The number of ranks that hold different slices of one copy."""
         if not self.strategy.sharded:
             return 1
         if not self.strategy.replicated:
-            return self.world_size
-        return self.shard_group if self.shard_group is not None else self.gpus_per_node
+            return self.data_ranks
+        return self.shard_group if self.shard_group is not None else max(1, self.gpus_per_node // self.tp)
 
     @property
     def replicas(self) -> int:
         """The number of ranks that hold the same slice of different copies."""
-        return self.world_size // self.shard_ranks
+        return self.data_ranks // self.shard_ranks
 
     @property
     def recomputation(self) -> Recomputation:
@@ -134,7 +143,7 @@ class Job(RunSettings, Machines):
 
     @property
     def tokens_per_rank(self) -> int:
-        """The number of tokens of a rank in one step."""
+        """The number of tokens of a rank in one step. Those of a group of `tp` are the same."""
         return self.seq_len * self.micro_batch * self.accumulation
 
     def _check_values(self) -> None:
@@ -176,6 +185,22 @@ class Job(RunSettings, Machines):
                 "so gradients of several micro-batches cannot be added; leave one out"
             )
 
+    def _check_tensor_axis(self) -> None:
+        if self.world_size % self.tp:
+            raise ConfigError(
+                f"tp={self.tp} does not divide {self.world_size} ranks ({self.nodes} nodes of {self.gpus_per_node}); "
+                f"use one of {divisors(self.world_size)}"
+            )
+        beside = {
+            f"optimizer={self.optimizer!r}": self.optimizer in {"muon", "adamw-8bit"},
+            f"loss={self.loss!r}": self.loss == "chunked",
+            "offload": self.offload is not None,
+            "lora": self.lora is not None,
+        }
+        refused = [words for words, is_given in beside.items() if is_given]
+        if self.tp > 1 and refused:
+            raise ConfigError(f"tp={self.tp} with {refused[0]} is not supported: leave one of them out")
+
     def _check_shard_group(self) -> None:
         if self.shard_group is None:
             return
@@ -184,10 +209,12 @@ class Job(RunSettings, Machines):
                 f"shard_group={self.shard_group} needs strategy='hybrid_shard' or 'hybrid_shard_zero2', not "
                 f"{self.strategy.value!r}"
             )
-        if self.world_size % self.shard_group:
+        if self.data_ranks % self.shard_group:
+            ranks = f"{self.world_size} ranks ({self.nodes} nodes of {self.gpus_per_node})"
+            if self.tp > 1:
+                ranks = f"{self.data_ranks} data ranks ({ranks} in groups of tp={self.tp})"
             raise ConfigError(
-                f"shard_group={self.shard_group} does not divide {self.world_size} ranks ({self.nodes} nodes of "
-                f"{self.gpus_per_node}); use one of {divisors(self.world_size)}"
+                f"shard_group={self.shard_group} does not divide {ranks}; use one of {divisors(self.data_ranks)}"
             )
 
     def _check_resharding(self) -> None:

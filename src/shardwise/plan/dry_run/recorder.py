@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.fsdp.collectives import Work
 from shardwise.fsdp.sharded_parameter import ShardedParameter
+from shardwise.plan.dry_run.axis_collectives import WAIT, AxisCollective, axis_collective_of
 from shardwise.plan.dry_run.operations import Operation, operation_of, tensors_of
 from shardwise.plan.dry_run.recording import (
     ON_HOST,
@@ -31,6 +32,7 @@ from shardwise.plan.dry_run.recording import (
     HostCopy,
     StepEvent,
     StepPhase,
+    TensorCollective,
     UnitMark,
     Wait,
     renumbered,
@@ -100,6 +102,8 @@ class Recorder(TorchDispatchMode):
         self._unit_of: Callable[[Tensor], str | None] = lambda memory: None
         self._steps = False
         """Whether an optimizer steps in backward at the moment."""
+        self._moving: dict[int, Work] = {}
+        """By identity of a storage: the collective of activations that fills it."""
 
     # What happened ------------------------------------------------------------------------------------------------
 
@@ -281,13 +285,38 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE_QUESTION and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        if ShardedParameter in types:
-            return NotImplemented  # it runs on its piece, and that operation is recorded
+        if ShardedParameter in types or any(map(_is_around_others, types)):
+            return NotImplemented  # it runs on its piece or its inner tensors, and those operations are recorded
+        collective = axis_collective_of(func)
+        if collective is not None and collective.op == WAIT:
+            self._await(args[0])
+            return args[0]  # as its kernel does; for a fake tensor it would be new memory
         out = func(*args, **(kwargs or {}))
+        if collective is not None:
+            self._communicate(collective, args, out)
+            return out
         operation = operation_of(func)
         if operation is not None:
             self._follow(operation, args, kwargs or {}, out)
         return out
+
+    def _communicate(self, collective: AxisCollective, args: tuple[Any, ...], out: Any) -> None:
+        """Record a collective that the model's code launches."""
+        copy = operation_of(torch.ops.aten.clone.default) if collective.copies else None
+        if copy is not None:
+            self._follow(copy, args[:1], {}, out)
+        else:
+            for block in filter(None, map(self._meet, tensors_of(out))):
+                self._emit(block)
+        self._collectives += 1
+        number = self._collectives
+        nbytes, ranks = collective.sizes(args, out)
+        self._emit(TensorCollective(number, collective.op, nbytes, ranks, self.module, self.phase))
+        work = Pending(lambda: self._emit(Wait(number)))
+        if collective.waits:
+            work.wait()
+        else:
+            self._moving[out.untyped_storage()._cdata] = work
 
     def _follow(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         born = [block for block in map(self._meet, tensors_of(out)) if block is not None]
@@ -311,6 +340,12 @@ class Recorder(TorchDispatchMode):
                 block.died = self.phase
                 self._emit(Free(block.number))
         self._accumulated = accumulated
+
+    def _await(self, moving: Tensor) -> None:
+        """Record the wait for a collective that the model's code has launched."""
+        launched = self._moving.pop(moving.untyped_storage()._cdata, None)
+        if launched is not None:
+            launched.wait()
 
     def _is_autograds(self) -> bool:
         return (
@@ -356,6 +391,12 @@ class Recorder(TorchDispatchMode):
     def _new_block(self, nbytes: int) -> _TrackedStorage:
         self._blocks += 1
         return _TrackedStorage(self._blocks, nbytes, self.module, self.phase)
+
+
+@cache
+def _is_around_others(kind: type) -> bool:
+    """Whether a class of tensors is around other tensors, such as DTensors."""
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def _nothing() -> None:

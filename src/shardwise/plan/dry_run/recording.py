@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from shardwise.plan.dry_run.job import Job
 
@@ -105,7 +106,7 @@ class Collective:
     op: str
     """all_gather, reduce_scatter, all_reduce or all_to_all."""
     group: str
-    """shard, replicate or secondary."""
+    """shard, replicate, secondary or, for norms of parameters that are cut, `TENSOR`."""
     nbytes: int
     """Bytes of the whole buffer: unsharded, padded, in the dtype that is sent. For an all_to_all, what this rank
     sends."""
@@ -118,6 +119,29 @@ class Collective:
     def stream(self) -> str:
         """The stream on which it runs."""
         return gathers_of(self.group) if self.op == "all_gather" else reductions_of(self.group)
+
+
+TENSOR = "tensor"
+"""The group of ranks that share each matrix product."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCollective:
+    """A collective of activations or of their gradients over the ranks that share each matrix product. It is launched
+    by the model's code, so it belongs to no unit and runs on a stream of its own."""
+
+    number: int
+    """Numbered together with the engine's collectives."""
+    op: str
+    """all_gather, reduce_scatter, all_reduce or all_to_all."""
+    nbytes: int
+    """Bytes of the whole buffer. For an all_to_all, what this rank sends."""
+    ranks: int
+    unit: str
+    """fqn of the module that launches it."""
+    phase: StepPhase
+    group: ClassVar[str] = TENSOR
+    stream: ClassVar[str] = TENSOR
 
 
 AWAY, BACK = "away", "back"
@@ -187,7 +211,9 @@ class Gradient:
     unit: str
 
 
-StepEvent = Kernel | Allocate | Free | Collective | HostCopy | Wait | Fence | Exchange | UnitMark | Gradient
+StepEvent = (
+    Kernel | Allocate | Free | Collective | TensorCollective | HostCopy | Wait | Fence | Exchange | UnitMark | Gradient
+)
 
 
 def renumbered(events: Iterable[StepEvent]) -> tuple[StepEvent, ...]:
@@ -199,7 +225,7 @@ def renumbered(events: Iterable[StepEvent]) -> tuple[StepEvent, ...]:
     for event in events:
         if isinstance(event, Allocate | Free | Gradient):
             found.append(replace(event, block=blocks.setdefault(event.block, len(blocks) + 1)))
-        elif isinstance(event, Collective | HostCopy | Wait):
+        elif isinstance(event, Collective | TensorCollective | HostCopy | Wait):
             found.append(replace(event, number=collectives.setdefault(event.number, len(collectives) + 1)))
         else:
             found.append(event)

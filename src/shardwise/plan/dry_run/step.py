@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.extensions.backward_steps import backward_steps
 from shardwise.engine.extensions.secondary_shards import secondary_pieces
@@ -44,6 +45,7 @@ from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Recorder
 from shardwise.plan.dry_run.recording import Facts, Recording, StepPhase
 from shardwise.plan.dry_run.smaller_units import smaller_units
+from shardwise.plan.dry_run.tensor_axis import cut, tensor_axis
 from shardwise.plan.dry_run.traced_collectives import traced_mesh
 from shardwise.plan.dry_run.traced_copies import TracedCopies
 from shardwise.policy.settings import SHARD
@@ -71,10 +73,16 @@ def record(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Recordi
     if not 0 <= rank < job.world_size:
         raise PlanError(f"rank={rank}: must be a rank from 0 to {job.world_size - 1}")
     recorder = Recorder()
-    with _without_collection(), FakeTensors(allow_non_fake_inputs=True), device_kernels(job), _explained():
+    with (
+        _without_collection(),
+        tensor_axis(job, rank, recorder) as axis,
+        FakeTensors(allow_non_fake_inputs=True),
+        device_kernels(job),
+        _explained(),
+    ):
         with recorder:
             model = _built(builder)
-            run = _DryRun(model, job, rank, recorder)
+            run = _DryRun(model, job, rank, recorder, axis)
             with ExitStack() as stack:
                 stack.enter_context(recorder.following(model, run.blocks))
                 stack.enter_context(full_sequences())
@@ -111,10 +119,13 @@ def _built(builder: Callable[[], nn.Module]) -> nn.Module:
 class _DryRun:
     """A sharded model with its optimizer, ready for steps."""
 
-    def __init__(self, model: nn.Module, job: Job, rank: int, recorder: Recorder) -> None:
+    def __init__(
+        self, model: nn.Module, job: Job, rank: int, recorder: Recorder, axis: DeviceMesh | None = None
+    ) -> None:
         self.job = job
         self.recorder = recorder
         self.feed = TrainingForward(model, job)
+        cut(model, axis)
         units = _units(job, model)
         # Adapters of a plan have classes of their own, which the user's model does not have.
         self.smaller_units = smaller_units(model, units) if job.lora is None else ()
@@ -189,9 +200,10 @@ class _DryRun:
         )
 
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
-        """Return `Facts.kept_bytes`. Empty if whole blocks recompute: they save only their inputs, compiled or not."""
+        """Return `Facts.kept_bytes`. Empty if whole blocks recompute, which save only their inputs, compiled or not;
+        and for blocks that are cut, whose saved tensors are taken to be those of eager mode."""
         whole = self.job.recomputation.every and not self.job.recomputation.selective
-        if not self.job.compile or whole or not self.blocks or not (args or kwargs):
+        if not self.job.compile or whole or not self.blocks or not (args or kwargs) or self.job.tp > 1:
             return {}
         from shardwise.plan.dry_run.compilation import kept_bytes  # imports torch's compiler
 

@@ -35,7 +35,7 @@ class TracedCollectives(DryCollectives):
     ) -> None:
         """
         Args:
-            group: shard, replicate or secondary.
+            group: shard, replicate, secondary or `TENSOR`.
             on_streams: whether the job's devices are accelerators.
             marks: "grads" if this is the first group that reduces a unit's gradients, "reduced" if it is the last.
         """
@@ -120,7 +120,9 @@ class TracedCollectives(DryCollectives):
 
 
 def traced_mesh(recorder: Recorder, rank: int, job: Job) -> Mesh:
-    """Return the mesh of one rank; the ranks of a shard group are consecutive."""
+    """Return the data axes of one rank. Ranks that share matrix products are consecutive; so are, counted in such
+    groups, the ranks of a shard group."""
+    rank //= job.tp
     shards, replicas = job.shard_ranks, job.replicas
     on_streams = not job.on_cpu
     asked = job.reshard_after_forward

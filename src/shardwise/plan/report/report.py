@@ -179,12 +179,13 @@ def amount(money: float) -> str:
 
 
 def strategy_name(job: Job) -> str:
-    """Return a job's strategy, with its shard group if it has one, and with the engine's name if it is another
-    engine."""
+    """Return a job's strategy, with its shard group and the size of its tensor axis if it has them, and with the
+    engine's name if it is another engine."""
+    axis = f" tp{job.tp}" if job.tp > 1 else ""
     if job.engine == "fsdp2" and job.strategy is Strategy.NO_SHARD:
-        return "ddp"  # to which FSDP2 leaves unsharded training
+        return "ddp" + axis  # to which FSDP2 leaves unsharded training
     engine = "" if job.engine == "shardwise" else f"{job.engine} "
-    return engine + job.strategy.value + (f"/{job.shard_group}" if job.shard_group is not None else "")
+    return engine + job.strategy.value + (f"/{job.shard_group}" if job.shard_group is not None else "") + axis
 
 
 def full_name(job: Job) -> str:

@@ -59,6 +59,7 @@ def setting(job: Job) -> str:
     )
     words = [
         f"{job.world_size} x {getattr(job.gpu, 'name', job.gpu)}" + (f" on {job.nodes} nodes" if job.nodes > 1 else ""),
+        *([f"tp {job.tp} ({job.data_ranks} x {job.tp} GPUs, {_reach(job)})"] if job.tp > 1 else []),
         f"{job.seq_len:,} tokens per sequence",
         f"{dtypes} (compute/reduce/master)",
         job.optimizer,
@@ -69,6 +70,10 @@ def setting(job: Job) -> str:
     words += ["optimizer steps in backward"] if job.optimizer_in_backward else []
     words += [f"as {job.engine} would run it"] if job.engine != "shardwise" else []
     return ", ".join(words)
+
+
+def _reach(job: Job) -> str:
+    return "inside a node" if job.tp <= job.gpus_per_node else "across nodes"
 
 
 def candidate_dict(candidate: Candidate) -> dict[str, Any]:
@@ -94,8 +99,8 @@ def candidate_dict(candidate: Candidate) -> dict[str, Any]:
 
 
 def sharding_dict(job: Job) -> dict[str, Any]:
-    """Return strategy and shard group as plain data, for JSON."""
-    return {"strategy": job.strategy.value, "shard_group": job.shard_group}
+    """Return strategy, shard group and tensor axis as plain data, for JSON."""
+    return {"strategy": job.strategy.value, "shard_group": job.shard_group, "tp": job.tp}
 
 
 def gpus_and_nodes(job: Job) -> str:

@@ -221,7 +221,7 @@ def _leaner(question: Question, least: Forecast) -> Iterator[list[Change]]:
         _change(f"--activation-checkpointing {mode}", f"train.{_RECOMPUTES}={mode}", **{_RECOMPUTES: mode})
         for mode in _more_recomputation(job)
     ]
-    if job.world_size > 1 and job.strategy is not Strategy.FULL_SHARD:
+    if job.data_ranks > 1 and job.strategy is not Strategy.FULL_SHARD:
         full = {"strategy": "full_shard", "shard_group": None}
         yield [_change("--strategy full_shard", "parallel.strategy=full_shard", **full)]
     if job.slots > LEAST_SLOTS:
@@ -264,7 +264,7 @@ def _smaller_micro_batches(question: Question, job: Job) -> Iterator[Change]:
         if not rest:
             accumulation = {} if question.global_batch is not None else {"accumulation": steps}
             flags = "".join(f" --accumulation {count}" for count in accumulation.values())
-            keys = f"train.micro_batch={size} train.global_batch={steps * size * job.world_size}"
+            keys = f"train.micro_batch={size} train.global_batch={steps * size * job.data_ranks}"
             yield _change(f"--micro-batch {size}{flags}", keys, micro_batch=size, **accumulation)
 
 

@@ -215,7 +215,7 @@ def ways_out(job: Job) -> str:
     if job.recomputation.every == 0:
         ways.append("activation checkpointing")
     strategy = job.strategy
-    if job.world_size > 1 and (not strategy.sharded or not strategy.reshards_after_forward or strategy.replicated):
+    if job.data_ranks > 1 and (not strategy.sharded or not strategy.reshards_after_forward or strategy.replicated):
         ways.append("full_shard")
     return f"use {', '.join([*ways, 'more GPUs'])} or a GPU with more memory"
 
@@ -275,6 +275,7 @@ def smallest_cluster(
 def describe(job: Job) -> str:
     """Describe a job in a few words: strategy, batch, recomputation."""
     group = f" in groups of {job.shard_group}" if job.shard_group is not None else ""
+    group += f", tp {job.tp}," if job.tp > 1 else ""
     steps = f" x {job.accumulation}" if job.accumulation > 1 else ""
     mode = job.activation_checkpointing
     return f"{job.strategy.value}{group} with micro-batch {job.micro_batch}{steps}, {RECOMPUTES.get(mode, mode)}"

@@ -261,7 +261,7 @@ def forecast_of(recording: Recording) -> Forecast:
     nccl = nccl_bytes_of(job)
     usable = int(hardware.memory.usable_bytes.value)
     timeline = _timeline(recording)
-    tokens_per_s = facts.tokens_per_rank(job) / timeline.step_time_s
+    tokens_per_s = facts.tokens_per_rank(job) / job.tp / timeline.step_time_s
     used = facts.params - facts.unused - _idle_params(recording)
     dimensions = Dimensions(used, facts.embeddings, facts.layers, facts.width, min(facts.trainable, used))
     return Forecast(
@@ -297,7 +297,7 @@ def nccl_bytes_of(job: Job) -> int:
     """Return the bytes of the buffers of a job's communicators."""
     if job.nccl_bytes is not None:
         return job.nccl_bytes
-    groups = sum(ranks > 1 for ranks in (job.shard_ranks, job.replicas)) * (2 if job.separate_reductions else 1)
+    groups = sum(ranks > 1 for ranks in job.mesh.values()) * (2 if job.separate_reductions else 1)
     return 0 if job.on_cpu else groups * NCCL_BYTES
 
 
@@ -310,7 +310,7 @@ def _idle_params(recording: Recording) -> int:
         if isinstance(event, Kernel) and event.phase is StepPhase.FORWARD and event.name in GROUPED and event.matmul:
             groups, _, n, k = event.matmul
             idle += groups * n * k - event.flops / (2 * tokens)
-    return round(idle / recording.job.accumulation)
+    return round(idle * recording.job.tp / recording.job.accumulation)
 
 
 def price_of(job: Job) -> float | None:
@@ -322,7 +322,7 @@ def price_of(job: Job) -> float | None:
 def _timeline(recording: Recording) -> Timeline:
     job = recording.job
     hardware = job.hardware
-    cluster = Cluster(hardware, job.node_interconnect, job.gpus_per_node, job.nodes, DEFAULT.links)
+    cluster = Cluster(hardware, job.node_interconnect, job.gpus_per_node, job.nodes, DEFAULT.links, job.tp)
     events = ordered_as(job.engine, recording.events)
     roofline = Roofline(hardware, DEFAULT, job.compile)
     work = host_task(job, recording.facts, offloaded(recording, recording.events))

@@ -12,10 +12,11 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from shardwise.plan.dry_run.recording import TENSOR
 from shardwise.plan.hardware.devices import Hardware, Interconnect, Points
 
 REPLICATE = "replicate"
-"""The group whose ranks are a shard group's size apart. The ranks of every other group are consecutive."""
+"""The group whose ranks are a shard group's size apart, each in a group of `TENSOR`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class Cluster:
     nodes: int
     link_efficiency: float = 1.0
     """The part of a link's rate that collectives of large buffers reach."""
+    tp: int = 1
+    """The number of consecutive ranks that share each matrix product. The ranks of a shard group are as far apart."""
 
     @property
     def world_size(self) -> int:
@@ -47,12 +50,13 @@ class Cluster:
 
     def place(self, group: str, ranks: int) -> GroupTopology:
         """Return how a group of so many ranks is spread over nodes. Ranks are numbered node by node."""
-        if group != REPLICATE:
-            nodes = -(-ranks // self.gpus_per_node)
-            return GroupTopology(ranks, nodes, max(1, self.gpus_per_node // ranks))
-        apart = max(1, self.world_size // ranks)  # the size of a shard group
-        here = max(1, self.gpus_per_node // apart)
-        return GroupTopology(ranks, max(1, ranks // here), min(apart, self.gpus_per_node))
+        if group == REPLICATE:
+            apart = max(1, self.world_size // ranks)  # the ranks that hold one copy
+            here = max(1, self.gpus_per_node // apart)
+            return GroupTopology(ranks, max(1, ranks // here), min(apart, self.gpus_per_node))
+        here = max(1, self.gpus_per_node // (1 if group == TENSOR else self.tp))
+        nodes = -(-ranks // here)
+        return GroupTopology(ranks, nodes, max(1, self.gpus_per_node // min(ranks, here)))
 
     def links(self, group: str, ranks: int) -> str:
         """Return the name of the links that a group of so many ranks uses; groups with the same name share them."""
@@ -64,7 +68,7 @@ class Cluster:
         Args:
             op: all_gather, reduce_scatter, all_reduce or all_to_all.
             nbytes: bytes of the whole buffer; for an all_to_all, bytes that this rank sends.
-            group: shard, replicate or secondary.
+            group: shard, replicate, secondary or `TENSOR`.
             ranks: the number of ranks in the group.
         """
         if ranks == 1:

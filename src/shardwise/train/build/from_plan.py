@@ -58,7 +58,7 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
         **_lora(job),
     }
     tree["data"] |= _data(source)
-    tree["train"] |= {"steps": STEPS, "global_batch": job.micro_batch * job.accumulation * job.world_size}
+    tree["train"] |= {"steps": STEPS, "global_batch": job.micro_batch * job.accumulation * job.data_ranks}
     if job.optimizer_in_backward:
         tree["train"]["clip"] = 0.0
     tree["parallel"] |= {

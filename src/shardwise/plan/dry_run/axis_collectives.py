@@ -1,0 +1,51 @@
+"""Collectives that a model's code launches over the ranks that share its matrix products, as a dry run meets them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.plan.dry_run.operations import tensors_of
+
+
+@dataclass(frozen=True, slots=True)
+class AxisCollective:
+    """An operator that communicates."""
+
+    op: str
+    """As in `TensorCollective`."""
+    makes_whole: bool = False
+    """Whether the whole buffer is the result, not the input."""
+    copies: bool = False
+    """Whether it first copies its input to new memory."""
+    waits: bool = False
+    """Whether computation waits for it at once. Otherwise `WAIT` follows."""
+
+    def sizes(self, args: tuple[Any, ...], out: Any) -> tuple[int, int]:
+        """Return the bytes of a call, as in `TensorCollective`, and the number of ranks."""
+        ranks = dist.get_world_size()  # a dry run has no other ranks
+        nbytes = sum(one.numel() * one.itemsize for one in tensors_of(out if self.makes_whole else args[:1]))
+        return (nbytes * (ranks - 1) // ranks if self.op == "all_to_all" else nbytes), ranks
+
+
+WAIT = "wait"
+"""The `AxisCollective.op` of the operator that waits for another one."""
+_KNOWN = {
+    "_c10d_functional.wait_tensor": AxisCollective(WAIT),
+    "_c10d_functional.all_reduce": AxisCollective("all_reduce", copies=True),
+    "_c10d_functional.all_gather_into_tensor": AxisCollective("all_gather", makes_whole=True),
+    "_c10d_functional.reduce_scatter_tensor": AxisCollective("reduce_scatter"),
+    "_c10d_functional.all_to_all_single": AxisCollective("all_to_all"),
+    "_dtensor.shard_dim_alltoall": AxisCollective("all_to_all", waits=True),
+    "c10d.allreduce_": AxisCollective("all_reduce", waits=True),
+}
+"""By name of an operator: those of torch's functional collectives and of DTensors, and `dist.all_reduce`."""
+
+
+@cache
+def axis_collective_of(func: Any) -> AxisCollective | None:
+    """Return the description of an operator that communicates; None for any other."""
+    return _KNOWN.get(str(func._overloadpacket))

@@ -1,0 +1,162 @@
+"""Tensor-parallel models, run dry: memory, activations and traffic of the real engine on as many ranks, to the byte."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwise as sw
+from shardwise.engine.lookup import require_engine
+from shardwise.errors import ConfigError, PlanError
+from shardwise.plan.dry_run.forward import TrainingForward
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.recording import Collective, Recording, TensorCollective, Wait
+from shardwise.plan.dry_run.step import record
+from shardwise.plan.models.source import resolve
+from tests.comm.recording import RecordingCollectives
+from tests.engine.cases import FP32, MIXED
+from tests.engine.rig import recording
+from tests.engine.tensor.rig import forget_meshes
+from tests.plan.rig import LLAMA, STATE, Regression, build, check, gpt2, state_of, traffic_of
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPools
+
+Sent = list[tuple[str, int]]
+"""(operator, bytes of the whole buffer), in order."""
+
+
+class OverTheAxis(TorchDispatchMode):
+    """Lists the collectives that model code launches. Knows nothing of the planner."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sent: Sent = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "_local_tensor") or kind.__name__ in _WRAPPERS for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        name = str(func)
+        if name == "_c10d_functional.all_reduce.default":
+            self.sent.append(("all_reduce", args[0].nbytes))
+        elif name == "_c10d_functional.all_gather_into_tensor.default":
+            self.sent.append(("all_gather", out.nbytes))
+        elif name == "c10d.allreduce_.default":
+            self.sent.append(("all_reduce", args[0][0].nbytes))
+        return out
+
+
+_WRAPPERS = ("DTensor", "AsyncCollectiveTensor", "ShardedParameter")
+
+
+def job_of(tp: int, ranks: int, **options: Any) -> Job:
+    return Job(gpu="cpu", gpus_per_node=ranks, seq_len=128, micro_batch=4, tp=tp, **options)
+
+
+def real(name: str, job: Job) -> tuple[dict[str, int], list[tuple[str, str, int]], Sent]:
+    """State between steps, the engine's traffic in the third step, and that of the model's code."""
+    forget_meshes()
+    torch.manual_seed(0)
+    model = build(name)
+    feed = TrainingForward(model, job)
+    mesh = sw.mesh(dp_replicate=job.replicas, tp=job.tp)
+    with recording():
+        sw.shard(model, job.strategy, mesh=mesh, tp_plan="auto", precision=job.precision)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    own = require_engine(model).mesh
+    groups = {"shard": own.shard, "replicate": own.replicate}
+    recorded = {key: group for key, group in groups.items() if isinstance(group, RecordingCollectives)}
+    over_axis = OverTheAxis()
+    for _ in range(3):
+        start = {key: len(group.events) for key, group in recorded.items()}
+        over_axis.sent.clear()
+        with over_axis:
+            feed.loss(model, feed.inputs()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    sent = [
+        (key, event.op, event.bytes_sent)
+        for key, group in recorded.items()
+        for event in group.events[start[key] :]
+        if event.op in {"all_gather", "reduce_scatter", "all_reduce"}
+    ]
+    return {kind: sw.memory(model).peak[kind] for kind in STATE}, sent, over_axis.sent
+
+
+def sent_over_axis(recorded: Recording) -> Sent:
+    return [(event.op, event.nbytes) for event in recorded.events if isinstance(event, TensorCollective)]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "strategy"),
+    [
+        ("llama", FP32, "full_shard"),
+        ("llama", MIXED, "shard_grad_op"),
+        pytest.param("mixtral", MIXED, "full_shard", marks=pytest.mark.slow),
+    ],
+)
+def test_memory_and_traffic_at_two_by_two(ranks: RankPools, name: str, precision: sw.Precision, strategy: str) -> None:
+    job = job_of(2, 4, precision=precision, strategy=strategy)
+    for rank, (state, sent, over_axis) in enumerate(ranks(4).run(real, name, job)):
+        recorded = record(lambda: build(name), job, rank)
+        assert state_of(recorded) == state
+        units = [event for event in traffic_of(recorded) if event[0] == "shard" and event[2] > 4096]
+        assert units == [event for event in sent if event[0] == "shard" and event[2] > 4096]
+        assert sent_over_axis(recorded) == over_axis
+        assert len(over_axis) > 6
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_activations_of_a_model_that_is_cut(ranks: RankPools, mode: str) -> None:
+    check(ranks, "llama", mode, tp=2)
+
+
+def test_every_collective_over_the_axis_is_waited_for() -> None:
+    job = Job(seq_len=16, gpus_per_node=4, tp=2, precision=MIXED)
+    events = record(lambda: build("llama"), job).events
+    issued = [event.number for event in events if isinstance(event, Collective | TensorCollective)]
+    assert sorted(event.number for event in events if isinstance(event, Wait)) == sorted(issued)
+
+
+def test_a_plan_leaves_no_process_group_and_plans_again_at_another_size() -> None:
+    sizes = []
+    build_wider = resolve({**LLAMA, "num_key_value_heads": 4}).builder()
+    for tp in (2, 1, 4, 2):
+        recorded = record(build_wider, Job(seq_len=16, gpus_per_node=8, tp=tp, precision=MIXED, gpu="cpu"))
+        sizes.append(state_of(recorded)["gathered_slots"])
+        assert not dist.is_initialized()
+    assert sizes[2] < sizes[0] == sizes[3] < sizes[1]
+
+
+def test_a_model_of_ones_own_states_its_plan() -> None:
+    class Cut(Regression):
+        tp_plan = MappingProxyType({"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
+
+        def __init__(self) -> None:
+            super().__init__(3)
+            for block in self.blocks:
+                block.up, block.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    recorded = record(Cut, job_of(2, 2))
+    assert sent_over_axis(recorded) == [("all_reduce", 4 * 6 * 4)] * 6  # each block's output and input gradient
+
+
+def test_what_cannot_be_cut_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"tp=3 does not divide 4 ranks \(1 nodes of 4\); use one of 1, 2, 4"):
+        job_of(3, 4)
+    with pytest.raises(ConfigError, match="tp=8 does not divide the model's num_attention_heads=4"):
+        record(lambda: build("llama"), job_of(8, 8))
+    with pytest.raises(PlanError, match="tp=2: GPT2LMHeadModel has no tensor-parallel plan"):
+        record(gpt2, job_of(2, 2))
+    with pytest.raises(ConfigError, match="tp=2 with optimizer='muon' is not supported"):
+        job_of(2, 2, optimizer="muon")
+    assert not dist.is_initialized()
