@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.checkpoint.states import State, step
 from tests.engine.rig import Net, adamw
+from tests.engine.tensor.rig import Case as TensorCase
+from tests.engine.tensor.rig import Model as TensorModel
+from tests.engine.tensor.rig import loss_of
 
 Form = Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], dict[str, Any]]
 
@@ -59,6 +64,23 @@ def fsdp2(seed: int, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     for index in range(steps):
         step(model, optimizer, index)
     return model, optimizer
+
+
+def save_fsdp2_with_tp(case: TensorCase, path: Path) -> State:
+    """A DCP directory of a model that FSDP2 shards beside a tensor axis, and what is in it."""
+    mesh = case.mesh()
+    torch.manual_seed(0)
+    plain = TensorModel(**case.model)
+    model = copy.deepcopy(plain)
+    parallelize_module(model, mesh["tp"], dict(case.plan(model)))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp_shard"])
+    fully_shard(model, mesh=mesh["dp_shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)  # so that weights stay as they are
+    loss_of(model, case.batches(mesh, 0)[1][0]).backward()
+    optimizer.step()
+    dcp.save(in_form("nested", model, optimizer), checkpoint_id=path)
+    return whole(model, optimizer) | plain.state_dict()
 
 
 def in_form(form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -27,10 +27,12 @@ from shardwise.checkpoint.interchange.safetensors_files import write_checkpoint
 from shardwise.checkpoint.interchange.torch_files import write_pt
 from shardwise.cli.app import run
 from shardwise.errors import CheckpointError
-from tests.checkpoint.interchange.sources import load_fsdp2, save_fsdp2, stored, whole
+from tests.checkpoint.interchange.sources import load_fsdp2, save_fsdp2, save_fsdp2_with_tp, stored, whole
 from tests.checkpoint.states import Buffered, State, everything, load_into, same, step, train_and_save
 from tests.engine.cases import Case
 from tests.engine.rig import Net, adamw
+from tests.engine.tensor.rig import Case as TensorCase
+from tests.engine.tensor.rig import sequence, vocabulary
 from tests.ranks import RankPools
 
 FORMS = ("nested", "app", "torchtitan")
@@ -75,6 +77,31 @@ def load_net(path: Path) -> State:
     sw.checkpoint.load(path, model, optimizer)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert optimizer.param_groups[0]["lr"] == 0.05
+    return everything(model, optimizer)
+
+
+UNEVEN: list[dict[str, Any]] = [{"hidden": 24}, {"hidden": 22}, {"hidden": 2}]
+"""For 2 x 2 ranks: even, uneven, and with no row for some. The vocabulary of 31 tokens is never even."""
+
+
+@pytest.mark.parametrize("model", UNEVEN, ids=str)
+@pytest.mark.parametrize("plan", [vocabulary, sequence], ids=lambda plan: plan.__name__)
+def test_what_fsdp2_wrote_beside_tensor_parallelism(
+    plan: Any, model: dict[str, Any], ranks: RankPools, tmp_path: Path
+) -> None:
+    case = TensorCase(plan, model=model)
+    state = ranks(4).run(save_fsdp2_with_tp, case, tmp_path / "dcp")[0]
+    assert convert(tmp_path / "dcp", tmp_path / "own").left_out == ()
+    verify(tmp_path / "own")
+    alike(stored(tmp_path / "own"), state)
+    for loaded in ranks(4).run(load_with_tp, case, tmp_path / "own"):
+        alike(loaded, state)
+
+
+def load_with_tp(case: TensorCase, path: Path) -> State:
+    _, model = case.build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    sw.checkpoint.load(path, model, optimizer)
     return everything(model, optimizer)
 
 
