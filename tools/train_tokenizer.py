@@ -8,14 +8,13 @@ Byte-level BPE: any bytes can be written with it, and common words of Python are
 from __future__ import annotations
 
 import argparse
-import sysconfig
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from shardwise.train.data.corpus import stdlib_documents
+from shardwise.train.data.sources import read_documents
 from shardwise.train.data.tokenizer import END_OF_DOCUMENT
 
 
@@ -25,7 +24,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--size", type=int, default=2048, help="token ids (%(default)s)")
     options = parser.parse_args()
-    documents = stdlib_documents(Path(sysconfig.get_path("stdlib")))
+    documents = read_documents("builtin:python-stdlib")
     texts = (document.segments[0].text.encode(errors="replace").decode() for document in documents)
     pipeline = Tokenizer(models.BPE())
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

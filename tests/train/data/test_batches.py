@@ -11,14 +11,16 @@ from shardwise.errors import ConfigError
 from shardwise.train.config.schema import DataConfig
 from shardwise.train.data.batches import Batches, EvaluationBatches, Share, load_datasets
 from shardwise.train.data.micro_batch import IGNORED
+from shardwise.train.data.order import Position
 from shardwise.train.data.packing import PackedRows, joined
 
 SEQ_LEN = 4
 
 
-def packed(rows: int) -> PackedRows:
-    """Return rows: row i holds the tokens i * SEQ_LEN + 0, 1, 2, 3, and its second token is masked."""
-    ids = np.arange(rows * SEQ_LEN, dtype=np.int32).reshape(rows, SEQ_LEN)
+def packed(rows: int, first: int = 0) -> PackedRows:
+    """Return rows from number `first` on: row i holds the tokens i * SEQ_LEN + 0, 1, 2, 3, and its second token is
+    masked."""
+    ids = np.arange(first * SEQ_LEN, (first + rows) * SEQ_LEN, dtype=np.int32).reshape(rows, SEQ_LEN)
     is_target = np.ones_like(ids, dtype=np.bool_)
     is_target[:, 1] = False
     return PackedRows(ids, is_target)
@@ -33,8 +35,16 @@ def drawn(batches: list[Batches], step: int) -> list[int]:
     return [by_rank[i % world_size][i // world_size] for i in range(sum(map(len, by_rank)))]
 
 
-def on_ranks(rows: PackedRows, world_size: int, micro_batch: int, global_batch: int, seed: int) -> list[Batches]:
-    return [Batches(rows, Share(rank, world_size, micro_batch), global_batch, seed) for rank in range(world_size)]
+def on_ranks(
+    rows: PackedRows,
+    world_size: int,
+    micro_batch: int,
+    global_batch: int,
+    seed: int,
+    start: Position | None = None,
+) -> list[Batches]:
+    ranks = range(world_size)
+    return [Batches(rows, Share(rank, world_size, micro_batch), global_batch, seed, start) for rank in ranks]
 
 
 @given(
@@ -56,15 +66,14 @@ def test_global_batches_are_the_same_at_every_world_size(
 def test_a_run_goes_on_where_it_was_at_another_world_size_and_batch(rows: int, steps: int, world_size: int) -> None:
     data = packed(rows)
     before = Batches(data, Share(0, 1, 1), 4, seed=5)
-    share = Share(0, world_size, 1)
-    after = Batches(data, share, 6, seed=5, start=before.position(steps))
-    whole = [row for step in range(steps + 6) for row in before.global_rows(step)]
-    assert after.global_rows(0) + after.global_rows(1) == whole[steps * 4 : steps * 4 + 12]
+    after = on_ranks(data, world_size, 1, 6, 5, before.position(steps))
+    whole = [row for step in range(steps + 6) for row in drawn([before], step)]
+    assert drawn(after, 0) + drawn(after, 1) == whole[steps * 4 : steps * 4 + 12]
 
 
 def test_each_epoch_is_every_row_once_even_when_batches_straddle_epochs() -> None:
     batches = Batches(packed(10), Share(0, 1, 2), 4, seed=0)
-    rows = [row for step in range(5) for row in batches.global_rows(step)]
+    rows = [row for step in range(5) for row in drawn([batches], step)]
     assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10))
     assert batches.position(3).epoch == 1
     assert batches.position(3).sample == 2
@@ -99,6 +108,7 @@ def test_a_source_becomes_rows(tmp_path: Path) -> None:
     for i in range(10):
         (tmp_path / f"{i}.txt").write_text(f"{i}" * 20)
     data = load_datasets(DataConfig(source=str(tmp_path), seq_len=21, eval_fraction=0.1))
+    assert isinstance(data.train, PackedRows)
     assert len(data.train) + len(data.held_out) == 10
     assert len(data.held_out) >= 1
     assert (data.train.ids[:, -1] == 256).all()
@@ -107,13 +117,11 @@ def test_a_source_becomes_rows(tmp_path: Path) -> None:
 
 @given(steps=st.integers(0, 10), world_size=st.sampled_from([1, 2, 3]))
 def test_a_run_on_several_sources_goes_on_at_another_world_size(steps: int, world_size: int) -> None:
-    data = joined([packed(7), packed(20)], [3, 1])
+    data = joined([packed(7), packed(20, first=7)], [3, 1])
     before = Batches(data, Share(0, 1, 1), 4, seed=5)
-    on_others = [Batches(data, Share(rank, world_size, 1), 6, 5, before.position(steps)) for rank in range(world_size)]
-    whole = [row for step in range(steps + 6) for row in before.global_rows(step)]
-    assert [row for step in (0, 1) for row in on_others[0].global_rows(step)] == whole[steps * 4 : steps * 4 + 12]
-    of_packed = [row - 7 if row >= 7 else row for row in on_others[0].global_rows(1)]
-    assert drawn(on_others, 1) == of_packed
+    after = on_ranks(data, world_size, 1, 6, 5, before.position(steps))
+    whole = [row for step in range(steps + 6) for row in drawn([before], step)]
+    assert drawn(after, 0) + drawn(after, 1) == whole[steps * 4 : steps * 4 + 12]
 
 
 def test_several_sources_become_rows_drawn_by_weight(tmp_path: Path) -> None:
@@ -123,6 +131,7 @@ def test_several_sources_become_rows_drawn_by_weight(tmp_path: Path) -> None:
     sources = [{"source": str(tmp_path / "a.jsonl"), "weight": 3.0}, {"source": str(tmp_path / "b.jsonl")}]
     config = DataConfig.model_validate({"sources": sources, "seq_len": 16, "eval_fraction": 0.1})
     data = load_datasets(config)
+    assert isinstance(data.train, PackedRows)
     assert {part.weight for part in data.train.parts} == {3.0, 1.0}
     assert {chr(row[1]) for row in data.held_out.ids} == {"x", "y"}
     batches = Batches(data.train, Share(0, 1, 4), 40, seed=0)
@@ -150,6 +159,7 @@ def test_conversations_bring_the_template_in_which_they_were_trained(
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     data = load_datasets(DataConfig(source=str(tmp_path / "rows.jsonl"), seq_len=64, eval_fraction=0))
+    assert isinstance(data.train, PackedRows)
     data.tokenizer.save(tmp_path / "saved")
     saved = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
     if not template:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.data.corpus import stdlib_documents
+from shardwise.train.data.corpus import stdlib_files
 from shardwise.train.data.sources import read_documents
 
 
@@ -14,7 +14,7 @@ def test_packages_tests_and_tables_are_left_out(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "empty.py").touch()
-    assert [document.key for document in stdlib_documents(tmp_path)] == ["json/tool.py", "zip.py"]
+    assert [file.name for file in stdlib_files(tmp_path)] == ["json/tool.py", "zip.py"]
 
 
 def test_this_python_has_its_sources() -> None:
@@ -27,4 +27,4 @@ def test_this_python_has_its_sources() -> None:
 
 def test_a_python_without_sources(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="source code of Python's standard library is not at"):
-        stdlib_documents(tmp_path)
+        stdlib_files(tmp_path)

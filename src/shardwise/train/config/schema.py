@@ -204,6 +204,18 @@ class DataConfig(_Source):
     """The fraction of the documents held out for evaluation; 0 = none."""
     seed: NonNegativeInt = 0
     """The seed of the order of the data."""
+    streaming: bool = False
+    """Read and tokenize the data block by block while training, instead of all of it before: for data that is larger
+    than memory. Rows are held out of the first block of each source."""
+    block_mib: PositiveInt = 16
+    """With `streaming`, the size of a block in MiB. Each rank has two blocks of each source in memory, as token
+    ids."""
+
+    @model_validator(mode="after")
+    def _streams_in_blocks(self) -> Self:
+        if self.block_mib != type(self).model_fields["block_mib"].default and not self.streaming:
+            raise ValueError(f"block_mib = {self.block_mib} has no effect without streaming: set streaming = true")
+        return self
 
     @model_validator(mode="after")
     def _source_or_sources(self) -> Self:

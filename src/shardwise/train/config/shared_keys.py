@@ -14,5 +14,5 @@ def shared_keys(config: Config) -> dict[str, Any]:
     """Return the values of the keys that decide what processes do together, by dotted name."""
     sections = config.model_dump(include={"lora", "train", "parallel", "checkpoint"})
     keys = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    of_data = {"data.seed": config.data.seed, "data.document_mask": config.data.document_mask}
+    of_data = {f"data.{key}": getattr(config.data, key) for key in ("seed", "document_mask", "streaming", "block_mib")}
     return {**of_data, **{key: value for key, value in keys.items() if key not in _OWN}}

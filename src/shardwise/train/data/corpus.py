@@ -6,7 +6,7 @@ import sysconfig
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.train.data.documents import TEXT_ERRORS, Document
+from shardwise.train.data.blocks import TextFile
 
 BUILTIN_PREFIX = "builtin:"
 BUILTIN_CORPORA = ("python-stdlib",)
@@ -18,8 +18,8 @@ _TABLES = frozenset({"encodings", "pydoc_data"})
 of Python."""
 
 
-def builtin_documents(name: str) -> list[Document]:
-    """Return the documents of a built-in corpus.
+def builtin_files(name: str) -> list[TextFile]:
+    """Return the files of a built-in corpus.
 
     Args:
         name: the part of `data.source` after `builtin:`.
@@ -29,11 +29,12 @@ def builtin_documents(name: str) -> list[Document]:
     """
     if name not in BUILTIN_CORPORA:
         raise ConfigError(f"data.source: unknown built-in corpus {name!r}; use builtin:{BUILTIN_CORPORA[0]}")
-    return stdlib_documents(Path(sysconfig.get_path("stdlib")))
+    return stdlib_files(Path(sysconfig.get_path("stdlib")))
 
 
-def stdlib_documents(root: Path) -> list[Document]:
-    """Return every `.py` file of the standard library below `root` as a document, sorted by relative path.
+def stdlib_files(root: Path) -> list[TextFile]:
+    """Return every `.py` file of the standard library below `root` that is not empty, named and sorted by its relative
+    path.
 
     Installed packages, tests and tables are left out. The same Python gives the same list on every rank and machine.
 
@@ -41,17 +42,13 @@ def stdlib_documents(root: Path) -> list[Document]:
         ConfigError: there are no sources below `root`.
     """
     relative = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    documents = [
-        Document.of_text(name, (root / name).read_bytes().decode(errors=TEXT_ERRORS))
-        for name in relative
-        if not _is_left_out(name)
-    ]
-    documents = [document for document in documents if document.segments[0].text]
-    if not documents:
+    files = [TextFile(name, root / name) for name in relative if not _is_left_out(name)]
+    files = [file for file in files if file.size]
+    if not files:
         raise ConfigError(
             f"data.source: the source code of Python's standard library is not at {root}; give a path to text"
         )
-    return documents
+    return files
 
 
 def _is_left_out(name: str) -> bool:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,10 @@ _ARROW_BYTES = 2
 """A data set needs this many times the bytes of its files: they are kept, and copied into a memory-mapped file."""
 
 
-def hub_rows(name: hub.HubName, subset: str | None, split: str | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the rows of a data set with their names; see `prepare`. They are named without the revision, so that rows
-    that are held out stay so in another one."""
-    key = "/".join(part for part in (name.repository, subset, split or "train") if part)
-    for number, row in enumerate(prepare(name, subset, split), 1):
-        yield f"{key}:{number}", row
+def key_of(name: hub.HubName, subset: str | None, split: str | None) -> str:
+    """Return what the names of a data set's rows begin with. It has no revision, so that rows that are held out stay so
+    in another one."""
+    return "/".join(part for part in (name.repository, subset, split or "train") if part)
 
 
 def prepare(name: hub.HubName, subset: str | None, split: str | None, say: Callable[[str], None] | None = None) -> Any:

@@ -27,7 +27,9 @@ class Position:
     rows: int | None = None
     """Number of rows in an epoch. None in checkpoints of older versions, which did not store it, nor `digest`."""
     digest: str | None = None
-    """Digest of those rows (`PackedRows.digest`)."""
+    """Digest of those rows (`PackedRows.digest`), or of the stream."""
+    cursors: Sequence[Sequence[int]] | None = None
+    """By source of a stream, a `streaming.Cursor`; None for rows in memory. `sample` then counts all samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +69,43 @@ class Order:
 
 
 PERIOD = 2**16
-"""Samples after which a mixture draws from its parts in the same order again."""
+"""Samples after which a pattern begins again."""
+
+
+class Pattern:
+    """Which of several parts each sample is drawn from, by their weights.
+
+    After any number of samples each part has been drawn from as often as its weight says, to within a few rows (and the
+    rounding of weights to 1/65,536).
+    """
+
+    def __init__(self, weights: Sequence[float], seed: int) -> None:
+        """weights: relative, above 0."""
+        self._parts, self._counts = _pattern(tuple(weights), seed)
+        drawn = self._parts[:, None] == np.arange(len(weights))
+        self._before = np.cumsum(drawn, axis=0) - drawn
+        """[PERIOD, parts] how often each part was drawn from before a place, in the same period."""
+
+    def part(self, sample: int) -> tuple[int, int]:
+        """Return the part that a sample is drawn from, and how often it was drawn from before."""
+        part = int(self._parts[sample % PERIOD])
+        return part, self.drawn(part, sample)
+
+    def drawn(self, part: int, sample: int) -> int:
+        """Return how often a part is drawn from before a sample."""
+        period, place = divmod(sample, PERIOD)
+        return period * int(self._counts[part]) + int(self._before[place, part])
 
 
 class Mixture:
-    """An endless sequence of rows from several parts, each drawn with its weight and in its own `Order`.
-
-    After any number of samples each part has been drawn from as often as its weight says, to within a few rows (and the
-    rounding of weights to 1/65,536). Parts with fewer rows than are drawn begin a new epoch.
-    """
+    """An endless sequence of rows from several parts, drawn by a `Pattern`, each in its own `Order`. Parts with fewer
+    rows than are drawn begin a new epoch."""
 
     def __init__(self, parts: Sequence[int], weights: Sequence[float], seed: int, digest: str | None = None) -> None:
         """
         Args:
             parts: rows of each part, at least one; row numbers go on from part to part.
-            weights: relative, above 0.
+            weights: as in `Pattern`.
             seed: as in `Order`.
             digest: as in `Order`.
         """
@@ -89,16 +113,11 @@ class Mixture:
         self.seed, self.digest = seed, digest
         self._orders = [Order(rows, seed) for rows in parts]
         self._first_rows: list[int] = np.cumsum([0, *parts[:-1]]).tolist()
-        self._pattern, self._counts = _pattern(tuple(weights), seed)
-        drawn = self._pattern[:, None] == np.arange(len(parts))
-        self._before = (np.cumsum(drawn, axis=0) - drawn)[np.arange(PERIOD), self._pattern]
-        """[PERIOD] how often a place's part was drawn from before it, in the same period."""
+        self._pattern = Pattern(weights, seed)
 
     def row(self, sample: int) -> int:
         """Return the row of sample number `sample`, as `Order.row`."""
-        period, place = divmod(sample, PERIOD)
-        part = int(self._pattern[place])
-        drawn = period * int(self._counts[part]) + int(self._before[place])
+        part, drawn = self._pattern.part(sample)
         return self._first_rows[part] + self._orders[part].row(drawn)
 
     def position(self, sample: int) -> Position:
@@ -112,10 +131,17 @@ class Mixture:
 
 
 def _check(position: Position, seed: int, rows: int, digest: str | None) -> None:
-    if position.seed != seed:
-        raise ConfigError(f"data.seed was {position.seed} and is now {seed}")
+    check_seed(position, seed)
+    if position.cursors is not None:
+        raise ConfigError("data.streaming was true and is now false")
     if (position.rows or rows, position.digest or digest) != (rows, digest):
         raise ConfigError(_other_data(position, rows, digest))
+
+
+def check_seed(position: Position, seed: int) -> None:
+    """Raise ConfigError if a position belongs to another seed."""
+    if position.seed != seed:
+        raise ConfigError(f"data.seed was {position.seed} and is now {seed}")
 
 
 def _other_data(position: Position, rows: int, digest: str | None) -> str:
@@ -143,5 +169,11 @@ def _pattern(weights: tuple[float, ...], seed: int) -> tuple[NDArray[np.int64], 
 
 @lru_cache(maxsize=4)
 def _permutation(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
-    return generator.permutation(rows)
+    return permutation(rows, seed, epoch)
+
+
+def permutation(count: int, *key: int) -> NDArray[np.int64]:
+    """Return the numbers below `count` in an order that depends on the key. Zeros at the end of a key of up to four
+    numbers change nothing (numpy fills keys up with them)."""
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+    return generator.permutation(count)

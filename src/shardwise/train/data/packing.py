@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import xxhash
@@ -65,6 +65,17 @@ class PackedRows:
         for array in (self.ids, self.is_target):
             state.update(np.ascontiguousarray(array).data)
         return state.hexdigest()
+
+    @classmethod
+    def picked(cls, picks: Sequence[tuple[Self, int]]) -> Self:
+        """Return rows of several others, at least one, by their indices: all of the same length, all with `begins` or
+        all without."""
+        begins = [rows.begins[row] for rows, row in picks if rows.begins is not None]
+        return cls(
+            np.stack([rows.ids[row] for rows, row in picks]),
+            np.stack([rows.is_target[row] for rows, row in picks]),
+            begins=np.stack(begins) if begins else None,
+        )
 
     def micro_batch(self, draws: list[Draw]) -> MicroBatch:
         """Return the rows that were drawn: int64 ids, and as labels the same ids where a token is a target."""

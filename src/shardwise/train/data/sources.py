@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from shardwise.hub import hub_name
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import UNSET, SourceConfig
-from shardwise.train.data.corpus import BUILTIN_PREFIX, builtin_documents
-from shardwise.train.data.documents import TEXT_ERRORS, Document
-from shardwise.train.data.hub_rows import hub_rows
+from shardwise.train.data.blocks import KeyedRow, Stretch, TableRows, TextFile
+from shardwise.train.data.corpus import BUILTIN_PREFIX, builtin_files
+from shardwise.train.data.documents import Document
+from shardwise.train.data.hub_rows import key_of, prepare
 from shardwise.train.data.rows import document_of_row
 
 _SUFFIX_FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
@@ -64,24 +65,36 @@ def read_documents(
 
 def each_row(
     source: str, file_format: str | None = None, subset: str | None = None, split: str | None = None
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+) -> Iterator[KeyedRow]:
     """Yield every row of a source and its name, which `document_of_row` takes; a file of text is one row with `text`.
 
     The arguments, the order and the errors are those of `read_documents`, which also raises if there are no rows.
     """
+    for stretch in stretches(source, file_format, subset, split):
+        with reading("data.source", source):
+            yield from stretch.rows(0, stretch.size)
+
+
+def stretches(
+    source: str, file_format: str | None = None, subset: str | None = None, split: str | None = None
+) -> Iterator[Stretch]:
+    """Yield the files and tables of a source. The arguments, the order and the errors are those of `each_row`."""
     name = hub_name(source)
     if name is not None:
-        yield from hub_rows(name, subset, split)
+        yield TableRows(key_of(name, subset, split), prepare(name, subset, split))
     elif source.startswith(BUILTIN_PREFIX):
-        for document in builtin_documents(source.removeprefix(BUILTIN_PREFIX)):
-            yield document.key, {"text": document.segments[0].text}
+        yield from builtin_files(source.removeprefix(BUILTIN_PREFIX))
     elif is_saved(source):
-        yield from _numbered(source, saved_table(source, split))
+        yield TableRows(source, saved_table(source, split))
     else:
         files = find_files(source)
         with reading("data.source", source):
             for file in files:
-                yield from _rows_of_file(file, file_format or format_of(file))
+                kind = file_format or format_of(file)
+                if kind == "text":
+                    yield TextFile(file.as_posix(), file)
+                elif file.stat().st_size:  # `datasets` raises an unhelpful error for an empty file
+                    yield TableRows(file.as_posix(), table_of(file, kind))
 
 
 def check_keys(config: SourceConfig) -> None:
@@ -145,18 +158,6 @@ def _below(folder: Path) -> Iterator[Path]:
 
     for directory, _, names in os.walk(folder, onerror=refuse):
         yield from (Path(directory, name) for name in names)
-
-
-def _rows_of_file(file: Path, file_format: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if file_format == "text":
-        yield file.as_posix(), {"text": file.read_bytes().decode(errors=TEXT_ERRORS)}
-    else:
-        yield from _numbered(file.as_posix(), table_of(file, file_format))
-
-
-def _numbered(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for number, row in enumerate(rows, 1):
-        yield f"{name}:{number}", row
 
 
 def saved_table(source: str, split: str | None) -> Any:

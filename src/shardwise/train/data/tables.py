@@ -13,7 +13,7 @@ from shardwise.train.config.files import reading
 from shardwise.train.config.schema import DataConfig
 from shardwise.train.data.corpus import BUILTIN_PREFIX
 from shardwise.train.data.holdout import is_held_out
-from shardwise.train.data.hub_rows import prepare
+from shardwise.train.data.hub_rows import key_of, prepare
 from shardwise.train.data.sources import find_files, folder_of_pictures, format_of, is_saved, saved_table, table_of
 
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
@@ -95,8 +95,7 @@ def _tables(config: DataConfig, fields: str) -> list[tuple[str, Any]]:
     source = config.source
     name = hub_name(source)
     if name is not None:
-        key = "/".join(part for part in (name.repository, config.subset, config.split or "train") if part)
-        return [(key, prepare(name, config.subset, config.split))]
+        return [(key_of(name, config.subset, config.split), prepare(name, config.subset, config.split))]
     if source.startswith(BUILTIN_PREFIX):
         raise ConfigError(f"data.source={source!r} is plain text, but this task needs rows with {fields}")
     if is_saved(source):

@@ -315,7 +315,7 @@ class Trainer:
         self.console.say(f"done: {directory.final}")
 
     def _sample(self, model: Any) -> Sample:
-        rows = self.data.held_out if len(self.data.held_out) else self.data.train
+        rows = self.data.sample
         prompt_tokens, new_tokens = lengths(rows.ids.shape[1])
         with jax.set_mesh(self.mesh):
             ids = models.generate(

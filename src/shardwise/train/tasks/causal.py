@@ -9,6 +9,8 @@ from shardwise.hub import shown
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config, DataConfig
 from shardwise.train.data.batches import Datasets, load_datasets
+from shardwise.train.data.packing import PackedRows
+from shardwise.train.data.streaming import Stream
 from shardwise.train.data.tokenizer import in_words
 from shardwise.train.output.sample import sample_text
 from shardwise.train.tasks.objectives import NextToken
@@ -21,7 +23,6 @@ _FEW_TARGETS = 0.5
 def load(config: Config) -> Task:
     """Read the data of a causal language model. Not collective. Raises as `load_datasets`."""
     data = load_datasets(config.data)
-    rows = data.held_out if len(data.held_out) else data.train
     return Task(
         objective=NextToken(),
         train=data.train,
@@ -31,21 +32,28 @@ def load(config: Config) -> Task:
         reads=in_words(config.data.tokenizer, data.tokenizer),
         says=tuple(_says(config.data, data)),
         words=str(data),
-        sample=partial(sample_text, rows=rows, tokenizer=data.tokenizer, seed=config.train.seed),
+        sample=partial(sample_text, rows=data.sample, tokenizer=data.tokenizer, seed=config.train.seed),
     )
 
 
 def _says(config: DataConfig, data: Datasets) -> Iterator[str]:
-    train = data.train
-    yield (
-        f"{shown(config.named)}: {len(train):,} rows of {config.seq_len} tokens to train on, "
-        f"{len(data.held_out):,} held out"
-    )
-    whole = sum(part.weight for part in train.parts)
-    for source, part in zip(config.each_source, train.parts, strict=False):
-        yield f"  {shown(source.source)}: {part.rows:,} rows, {part.weight / whole:.1%} of those that are drawn"
-    share = train.target_tokens / (len(train) * (config.seq_len - 1))
-    if share < _FEW_TARGETS:
-        yield f"{share:.0%} of their tokens are learnt, the rest is padding or prompts; all of them take time"
-    if train.truncated:
-        yield f"{train.truncated} examples are longer than seq_len={config.seq_len} and are cut at the end"
+    length = f"up to {config.block_mib} MiB" if config.streaming else f"{config.seq_len} tokens"
+    yield f"{shown(config.named)}: {data.size} of {length} to train on, {len(data.held_out):,} rows held out"
+    yield from _shares(config, data.train)
+    their, of = ("the first block's", " of the first block") if config.streaming else ("their", "")
+    if data.learnt < _FEW_TARGETS:
+        yield f"{data.learnt:.0%} of {their} tokens are learnt, the rest is padding or prompts; all of them take time"
+    if data.truncated:
+        yield f"{data.truncated} examples{of} are longer than seq_len={config.seq_len} and are cut at the end"
+
+
+def _shares(config: DataConfig, train: PackedRows | Stream[PackedRows]) -> Iterator[str]:
+    """Yield a line on each of several sources."""
+    if isinstance(train, Stream):
+        parts = [(f"{source.blocks:,} blocks", source.weight) for source in train.sources]
+    else:
+        parts = [(f"{part.rows:,} rows", part.weight) for part in train.parts]
+    if len(parts) > 1:
+        whole = sum(weight for _, weight in parts)
+        for source, (size, weight) in zip(config.each_source, parts, strict=True):
+            yield f"  {shown(source.source)}: {size}, {weight / whole:.1%} of those that are drawn"

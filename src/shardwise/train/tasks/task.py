@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from shardwise.train.build.models import TextShape
 from shardwise.train.data.micro_batch import Rows
+from shardwise.train.data.streaming import Stream
 from shardwise.train.data.tokenizer import Saved
 from shardwise.train.process.ranks import Ranks
 from shardwise.train.run.sample import Sample
@@ -23,7 +25,7 @@ class Task:
     """A task with its data. `str` describes the data in words that are equal if and only if the data is."""
 
     objective: Objective
-    train: Rows
+    train: Rows | Stream[Any]
     held_out: Rows
     shape: TextShape
     """The sizes that the data requires of a model."""
