@@ -19,8 +19,8 @@ LAYERS = [
     {"model_tools"},
     {"optim"},
     {"plan", "checkpoint"},
-    {"train", "integrations", "compat", "export"},
     {"generation"},
+    {"train", "integrations", "compat", "export"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

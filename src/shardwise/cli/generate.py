@@ -153,8 +153,8 @@ def _run(asked: Asked, options: dict[str, Any], debug: bool) -> int:
     template = _template(asked.chat_template)
     rows = _rows(asked)
     from shardwise import device_tools
+    from shardwise.cli.process.session import Request, run
     from shardwise.fsdp.strategy import dtype_name
-    from shardwise.generation.session import Request, run
     from shardwise.generation.source import find_source
     from shardwise.plan.models.transformers_models import quiet_transformers
 

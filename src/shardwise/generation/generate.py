@@ -19,6 +19,7 @@ from shardwise.generation.options import checked_options, merged
 from shardwise.generation.prompts import Prompt, token_ids
 from shardwise.modules.adapters import base_of
 from shardwise.plan.models.transformers_models import is_rotary, positions_of, text_part
+from shardwise.together import Together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -178,6 +179,26 @@ class Generator:
             yield
         finally:
             self.model.train(was_training)
+
+    def in_turns(
+        self, batches: Sequence[Batch], ranks: Together, per_batch: int = 1, first: int = 0, streamer: Any = None
+    ) -> Iterator[list[Answer]]:
+        """Answer batches, of which each rank takes its turn: yield the answers of every round of all ranks, in the
+        order of the prompts. They do not depend on the number of ranks. Every rank must iterate, with the same batches.
+
+        Args:
+            ranks: all ranks of the run.
+            per_batch: number of consecutive ranks that answer the same batch, such as those of a tensor-parallel group.
+            first: the index of the first batch to answer.
+            streamer: as for `answer`.
+        """
+        for start in range(first, len(batches), ranks.world_size // per_batch):
+            own, answers = start + ranks.rank // per_batch, list[Answer]()
+            if own < len(batches):
+                answers = self.answer(batches[own], own, streamer)
+            else:
+                self.stand_in()
+            yield [answer for of_rank in ranks.all_gather_object(answers)[::per_batch] for answer in of_rank]
 
     def answer(self, batch: Batch, number: int, streamer: Any = None) -> list[Answer]:
         """Return the answers to a batch. Every rank of the model must call this or `stand_in`.

@@ -21,13 +21,13 @@ from shardwise.generation.generate import check_generates
 from shardwise.generation.source import Source
 from shardwise.modules.adapters import adapter_names
 from shardwise.plan.models.transformers_models import model_and_config
-from shardwise.train.process.ranks import Ranks
+from shardwise.together import Together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load_model(source: Source, dtype: torch.dtype | None, ranks: Ranks) -> nn.Module:
+def load_model(source: Source, dtype: torch.dtype | None, ranks: Together) -> nn.Module:
     """Return the model, sharded over the ranks, in evaluation mode. Every rank must call this.
 
     Each rank reads its own bytes. While it computes it holds its share, one unit, and the unit that is gathered next.
@@ -83,7 +83,7 @@ def _stored(config: Any) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def _shard(model: nn.Module, ranks: Ranks) -> nn.Module:
+def _shard(model: nn.Module, ranks: Together) -> nn.Module:
     if ranks.world_size == 1:
         return sw.shard(model, "no_shard")
     try:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 NEW_TOKENS = 256
 """`max_new_tokens` if neither the options nor the model's own `generation_config` say how long an answer may be."""
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Options that turn sampling on."""
 _OF_RESULTS = ("return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores", "output_logits")
 _UNSUPPORTED = {
     **dict.fromkeys(_OF_RESULTS, "it changes what transformers returns, not what is generated: call model.generate"),
@@ -46,7 +47,7 @@ def checked_options(options: Mapping[str, Any], own: GenerationConfig) -> dict[s
             raise UsageError(f"{name!r} is no option of transformers' GenerationConfig{did_you_mean(name, known)}")
         if name in _UNSUPPORTED:
             raise UsageError(f"{name}={given[name]!r} cannot be set here: {_UNSUPPORTED[name]}")
-    if "do_sample" not in given and any(name in given for name in _SAMPLING):
+    if "do_sample" not in given and any(name in given for name in SAMPLING):
         given["do_sample"] = True
     limited = any(name in given for name in ("max_new_tokens", "max_length")) or own.max_new_tokens or own.max_length
     if not limited:
@@ -73,7 +74,7 @@ def _check_values(options: Mapping[str, Any], own: GenerationConfig) -> None:
     for name, build in _processors().items():
         if name not in options:
             continue
-        if name in _SAMPLING and not samples:
+        if name in SAMPLING and not samples:
             raise UsageError(f"{name}={options[name]!r} with do_sample=False has no effect: leave one of them out")
         try:
             build(options[name])
@@ -86,7 +87,7 @@ def _check_values(options: Mapping[str, Any], own: GenerationConfig) -> None:
             f"num_return_sequences={several}: without do_sample there are only as many answers as num_beams "
             f"({values.get('num_beams') or 1})"
         )
-    checked = {*_SAMPLING, "num_return_sequences"}
+    checked = {*SAMPLING, "num_return_sequences"}
     try:
         configuration(**{name: value for name, value in options.items() if name not in checked})
     except (ValueError, TypeError) as error:

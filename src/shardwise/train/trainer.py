@@ -28,13 +28,14 @@ from shardwise.modules.deferred_init.materialize import init_on_device, skip_ini
 from shardwise.modules.deferred_init.progress import log_to
 from shardwise.plan.models.transformers_models import quiet_transformers
 from shardwise.policy.kinds import KINDS, STATE_KINDS
+from shardwise.train.answering import Answering
 from shardwise.train.build import auto, compute_dtype, rank_consistency
 from shardwise.train.build.lora import base_digest, start_heads
 from shardwise.train.build.models import build_model
 from shardwise.train.build.optimizer import align_of, build_optimizer, is_own, needs_whole_parameters, set_lr
 from shardwise.train.build.sharding import compile_blocks, needs_loss_scaling, shard_model
 from shardwise.train.config.schedule import LearningRateSchedule
-from shardwise.train.config.schema import Config
+from shardwise.train.config.schema import ANSWER_METRICS, Config
 from shardwise.train.data.batches import Batches, EvaluationBatches, Share
 from shardwise.train.data.micro_batch import MicroBatch
 from shardwise.train.data.model_files import fetch, names_of, settled, with_names
@@ -55,6 +56,7 @@ from shardwise.train.run.metrics import MetricsWriter, StepMetrics, open_writer
 from shardwise.train.run.preflight import check_supported
 from shardwise.train.run.run_lock import claimed
 from shardwise.train.tasks.loading import load_task
+from shardwise.train.tasks.task import Task
 
 _IN_FORM = {
     Form.WHOLE: "",
@@ -143,10 +145,7 @@ class Trainer:
         self.console = console
         train = config.train
         assert train.global_batch is not None, "Config.for_ranks fills it in"
-        console.doing("reading the data")
-        with ranks.together():
-            self.task = load_task(config)
-        rank_consistency.check(config, self.task, ranks)
+        self.task = self._read_data()
         self.share = Share(ranks.data_rank, ranks.data_ranks, train.micro_batch)
         self.batches = Batches(self.task.train, self.share, train.global_batch, config.data.seed)
         self.first_step = 0
@@ -157,9 +156,6 @@ class Trainer:
         self.evaluates_first = train.eval_every > 0
         """Whether to evaluate the model before the first step."""
         self.held_out = EvaluationBatches(self.task.held_out, self.share)
-        console.unit = "tokens" if self.task.shape.vocab_size else "rows"
-        for line in self.task.says:
-            console.say(line)
         saved = Checkpoints(RunDirectory(config.run_directory).checkpoints, config.checkpoint, ranks)
         self.config, self.outlook = self._settled(saved)
         self.resumes = ranks.on_first(lambda: saved.has_any)
@@ -176,6 +172,8 @@ class Trainer:
         self._seed_dropout()
         self.optimizer = self._optimizer()
         self.scaler = sw.GradScaler(ranks.device.type, enabled=needs_loss_scaling(self.config.parallel))
+        self.answering = None if config.eval.generate is None else Answering(self.config, self.task, self.model, ranks)
+        """Evaluates by generation."""
         self.schedule = LearningRateSchedule.of(train)
         self.unread: deque[TakenStep] = deque()
         """Steps whose loss and gradient norm have not been read from the device yet, oldest first."""
@@ -187,6 +185,17 @@ class Trainer:
         self.skipped_steps = 0
         """Number of steps that left weights and optimizer state as they were, since the beginning of the run."""
         self.interruption = Interruption()
+
+    def _read_data(self) -> Task:
+        """Return the task with its data, and say what the data is. Every rank must call this."""
+        self.console.doing("reading the data")
+        with self.ranks.together():
+            task = load_task(self.config)
+        rank_consistency.check(self.config, task, self.ranks)
+        self.console.unit = "tokens" if task.shape.vocab_size else "rows"
+        for line in task.says:
+            self.console.say(line)
+        return task
 
     def _settled(self, saved: Checkpoints) -> tuple[Config, auto.Outlook | None]:
         """Return the configuration with the compute dtype and the strategy that it leaves open, and the plan that chose
@@ -277,7 +286,7 @@ class Trainer:
                     opened = open_writer(directory, self.config, self.first_step, self.console.say)
                     writer = stack.enter_context(opened)
             if self.evaluates_first:
-                self._evaluate(self.first_step, writer)
+                self._evaluate(self.first_step, writer, directory)
                 if self.interruption.agreed:
                     self._leave(checkpoints, self.first_step)
             while self.taken < train.steps and not self.best.ends(train.patience):
@@ -288,7 +297,7 @@ class Trainer:
                 evaluates = last or (train.eval_every > 0 and taken % train.eval_every == 0)
                 read_all = evaluates or checkpoints.is_due(taken) or self.interruption.agreed
                 self._report(writer, 1 if self.reads_late and not read_all else 0)
-                evaluated = self._evaluate(taken, writer) if evaluates else True
+                evaluated = self._evaluate(taken, writer, directory) if evaluates else True
                 stops = self.best.ends(train.patience)
                 ends_here = (self.interruption.agreed and not last) or stops
                 is_best = self.config.checkpoint.keep_best and self.best.step == taken
@@ -569,21 +578,34 @@ class Trainer:
         if not searching:
             self.console.say(f"{found}: the step is skipped ({self.skipped_steps} so far)")
 
-    def _evaluate(self, step: int, writer: MetricsWriter | None) -> bool:
-        """Evaluate on the held-out rows, if there are any. Returns False if the evaluation was interrupted."""
-        if not self.held_out:
-            return True
-        self.console.doing(f"evaluating on {len(self.task.held_out):,} rows")
-        found = evaluate(self.model, self.loss_function, self.held_out, self.ranks, self.interruption)
-        if found is None:
-            self.console.say(f"step {step}: the evaluation was interrupted")
-            return False
-        self.console.evaluated(step, found.loss, found.metrics)
-        if step:
-            self.best.add(step, {LOSS: found.loss, **found.metrics}, self.config.train.min_delta)
-        if writer is not None:
-            writer.evaluation(step, {"loss": found.loss, self.task.objective.counts: found.targets, **found.metrics})
+    def _evaluate(self, step: int, writer: MetricsWriter | None, directory: RunDirectory) -> bool:
+        """Evaluate on the held-out rows and by generation, as far as there are any. Returns False if the evaluation was
+        interrupted."""
+        found: dict[str, float] = {}
+        if self.held_out:
+            self.console.doing(f"evaluating on {len(self.task.held_out):,} rows")
+            of_rows = evaluate(self.model, self.loss_function, self.held_out, self.ranks, self.interruption)
+            if of_rows is None:
+                return self._evaluates_no_more(step)
+            self.console.evaluated(step, of_rows.loss, of_rows.metrics)
+            found = {LOSS: of_rows.loss, self.task.objective.counts: of_rows.targets, **of_rows.metrics}
+        if self.answering is not None and self.answering.is_due(step):
+            self.console.doing(f"answering {len(self.answering):,} prompts")
+            answers = self.answering.answer(self.interruption)
+            if answers is None:
+                return self._evaluates_no_more(step)
+            file = self.ranks.on_first(lambda: directory.write_answers(step, answers.rows))
+            self.console.answered(step, len(answers.rows), answers.metrics, file)
+            found |= {"answers": len(answers.rows), **answers.metrics}
+        if step and (self.best.by in found or (self.held_out and self.best.by not in ANSWER_METRICS)):
+            self.best.add(step, found, self.config.train.min_delta)
+        if writer is not None and found:
+            writer.evaluation(step, found)
         return True
+
+    def _evaluates_no_more(self, step: int) -> bool:
+        self.console.say(f"step {step}: the evaluation was interrupted")
+        return False
 
     @property
     def form(self) -> Form:

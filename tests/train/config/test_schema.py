@@ -93,7 +93,8 @@ def test_the_last_override_wins(path: Path) -> None:
         ("trian.lr=1", "unknown section [trian]; did you mean [train]?"),
         (
             "xyz.q=1",
-            "unknown section [xyz]; the sections are model, lora, data, train, parallel, checkpoint, offload, hub, log",
+            "unknown section [xyz]; the sections are model, lora, data, train, eval, parallel, checkpoint, offload, "
+            "hub, log",
         ),
         ("log.xyz=1", "unknown key log.xyz; [log] has directory, name, every, tensorboard, wandb"),
         ("lr=1", "override 'lr=1': unknown section [lr]; did you mean train.lr?"),

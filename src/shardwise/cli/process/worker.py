@@ -106,7 +106,7 @@ def calibrate(path: Path, quick: bool = False) -> None:
 
 
 def _generate(path: Path) -> None:
-    from shardwise.generation.session import Request, run
+    from shardwise.cli.process.session import Request, run
 
     run(Request.read(path))
 

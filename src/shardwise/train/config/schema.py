@@ -39,6 +39,9 @@ _MOST_TOKENS = 2**31
 UNSET = "unset"
 """Value of `data.source` and `model.path` in generated configurations: only the user knows the right one."""
 
+ANSWER_METRICS = ("exact_match", "token_f1")
+"""Metrics of evaluation by generation."""
+
 PATH, RANDOM = "path", "random"
 """Values of `model.weights`."""
 
@@ -294,7 +297,7 @@ class TrainConfig(Section):
     """Steps between evaluations; 0 = after the last step only."""
     best_by: Annotated[str, Field(min_length=1)] = "loss"
     """What makes one evaluation better than another, for `patience` and `checkpoint.keep_best`: a lower held-out
-    "loss", or a higher metric of the task, such as "accuracy" or "f1"."""
+    "loss", or a higher metric of the task, such as "accuracy" or "f1", or of answers, "exact_match" or "token_f1"."""
     patience: NonNegativeInt = 0
     """Stop after this many evaluations in a row that are not better; 0 = train all steps."""
     min_delta: NonNegativeFloat = 0.0
@@ -349,6 +352,36 @@ class TrainConfig(Section):
             raise ValueError(
                 f'momentum = {self.momentum:g} has no effect with optimizer = "{self.optimizer}", which has '
                 'betas: leave it out, or set optimizer = "muon"'
+            )
+        return self
+
+
+class EvalConfig(Section):
+    """`[eval]`: evaluation by generation. The model answers the prompts of a file, and its answers are compared with
+    those that are right. For the tasks "causal-lm" and "seq2seq-lm"."""
+
+    generate: Annotated[str | None, Field(min_length=1), NoneWord] = None
+    """The prompts and their right answers: a file, a directory or a glob, with rows like those that are trained on.
+    none = no evaluation by generation."""
+    every: PositiveInt = 1
+    """Evaluations (`train.eval_every`) from one that generates to the next; the one after the last step always does."""
+    max_new_tokens: PositiveInt = 128
+    """Greatest length of an answer, in tokens."""
+    micro_batch: PositiveInt = 8
+    """Prompts that a rank answers at once."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """The seed of the sampling, where `options` ask for it."""
+    options: dict[str, Any] = {}
+    """Further options of transformers' `GenerationConfig` by name, such as num_beams; without any of sampling, answers
+    are greedy."""
+
+    @model_validator(mode="after")
+    def _has_prompts(self) -> Self:
+        fields = type(self).model_fields
+        given = [name for name, field in fields.items() if getattr(self, name) != field.default]
+        if given and self.generate is None:
+            raise ValueError(
+                f"{given[0]} is given but generate is not: name a file of prompts and answers, or leave the section out"
             )
         return self
 
@@ -505,6 +538,7 @@ class Config(Section):
     lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig
+    eval: EvalConfig = EvalConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     offload: OffloadConfig = OffloadConfig()
@@ -515,6 +549,14 @@ class Config(Section):
     def _evaluates_to_keep_the_best(self) -> Self:
         if self.checkpoint.keep_best and not (self.train.eval_every and self.checkpoint.every):
             raise ValueError("checkpoint.keep_best needs train.eval_every and checkpoint.every above 0: set both")
+        return self
+
+    @model_validator(mode="after")
+    def _generates_to_compare(self) -> Self:
+        if self.train.best_by in ANSWER_METRICS and self.eval.generate is None:
+            raise ValueError(
+                f'train.best_by = "{self.train.best_by}" is found by generation: set eval.generate as well'
+            )
         return self
 
     @model_validator(mode="after")

@@ -16,6 +16,8 @@ from shardwise.train.data.holdout import is_held_out
 from shardwise.train.data.hub_rows import key_of, prepare
 from shardwise.train.data.sources import find_files, folder_of_pictures, format_of, is_saved, saved_table, table_of
 
+SOURCES, TARGETS = ("text", "source", "document", "prompt"), ("target", "summary", "completion")
+"""Columns of a sequence-to-sequence model: what it reads, and what it is to write for it."""
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 
 

@@ -25,6 +25,7 @@ def check_supported(config: Config) -> None:
         f'train.activation_checkpointing = "{train.activation_checkpointing}"': train.activation_checkpointing
         not in REMAT,
         "data.document_mask": config.data.document_mask,
+        f'eval.generate = "{config.eval.generate}"': config.eval.generate is not None,
         f"train.patience = {train.patience}": train.patience > 0,
         "checkpoint.keep_best": config.checkpoint.keep_best,
         f"lora.r = {config.lora.r}": config.lora.r > 0,

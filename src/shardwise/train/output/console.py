@@ -140,6 +140,11 @@ class RunConsole:
         more = "".join(f"  {name} {value:.4g}" for name, value in (metrics or {}).items())
         self.say(f"step {step}/{self._steps}  held-out loss {loss:.4f}{more}")
 
+    def answered(self, step: int, count: int, metrics: Mapping[str, float], file: Path) -> None:
+        """Print the metrics of answers after `step` steps, and where the answers are."""
+        found = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        self.say(f"step {step}/{self._steps}  {count:,} answers  {found}  {file}")
+
     def interrupted(self, step: int, first_step: int, saved: Path | None) -> None:
         """Print that the run was interrupted, and whether it was saved.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwise.checkpoint.publish.commit import CHECKPOINTS, FINAL
 from shardwise.errors import ConfigError
@@ -35,6 +36,11 @@ class RunDirectory:
     def evaluations(self) -> Path:
         """File with one JSON object per evaluation: step, loss in nats per target, targets, metrics."""
         return self.path / "evaluations.jsonl"
+
+    @property
+    def answers(self) -> Path:
+        """Directory with a file of the answers of each evaluation by generation."""
+        return self.path / "answers"
 
     @property
     def tensorboard(self) -> Path:
@@ -80,8 +86,8 @@ class RunDirectory:
         """Create the directory and write the configuration.
 
         Args:
-            steps: number of steps that a resumed run has taken. Lines about later steps are dropped from the logs,
-                because these steps are taken again.
+            steps: number of steps that a resumed run has taken. Lines and answers of later steps are dropped, because
+                these steps are taken again.
 
         Returns:
             Whether metrics of an unfinished run existed and were dropped because the run starts anew.
@@ -95,12 +101,29 @@ class RunDirectory:
             self.config.write_text(dump_toml(config), encoding="utf-8")
             for log in (self.metrics, self.evaluations):
                 _keep(log, steps)
+            for answers in self.answers.glob("step-*.jsonl"):
+                if not steps or int(answers.stem.removeprefix("step-")) > steps:
+                    answers.unlink()
             if not steps:
                 shutil.rmtree(self.tensorboard, ignore_errors=True)
                 self.wandb_id.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot write the run directory {self.path}: {error.strerror}") from None
         return dropped
+
+    def write_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
+        """Write what the model answered after `step` steps, one JSON object per line; return the file. Raises
+        ConfigError if it cannot be written."""
+        file = self.answers / f"step-{step:06d}.jsonl"
+        partial = file.with_suffix(".partial")
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        try:
+            self.answers.mkdir(exist_ok=True)
+            partial.write_text("".join(lines), encoding="utf-8", errors="surrogatepass")
+            partial.replace(file)
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from None
+        return file
 
     @contextmanager
     def writing_final(self) -> Iterator[Path]:

@@ -11,10 +11,11 @@ from shardwise.hub import check_token
 from shardwise.plan.hardware.devices import find_device
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
-from shardwise.train.config.schema import Config
+from shardwise.train.config.schema import ANSWER_METRICS, Config
 from shardwise.train.config.tasks import DEFAULT
 from shardwise.train.data.data_checks import check_data, check_heads, check_model
 from shardwise.train.data.model_files import settled
+from shardwise.train.data.questions import read_questions
 
 DEFAULT_CPU_RANKS = 2
 _RANK_BYTES = 200 * 2**20
@@ -48,15 +49,22 @@ def check_supported(config: Config) -> None:
             'model.dtype="fp16" would update the weights in fp16, which loses small steps; set '
             'model.dtype="fp32" and parallel.param_dtype="fp16"'
         )
-    if config.train.eval_every and not config.data.eval_fraction:
-        raise ConfigError(
-            f"train.eval_every={config.train.eval_every} with data.eval_fraction=0 leaves nothing to evaluate "
-            "on: raise eval_fraction, or set eval_every=0"
-        )
+    if not config.data.eval_fraction:
+        _check_evaluates(config)
     if config.hub.push_to is not None:
         check_token(f"hub.push_to={config.hub.push_to!r}")
     if config.lora.r and find_spec("peft") is None:
         raise ConfigError(f"lora.r={config.lora.r} needs PEFT, which is not installed: pip install peft")
+
+
+def _check_evaluates(config: Config) -> None:
+    """Raise ConfigError if there is nothing to evaluate on, or nothing by which evaluations could be compared. For
+    configurations that hold no rows out."""
+    train, where = config.train, "with data.eval_fraction=0 leaves nothing to evaluate on: raise eval_fraction"
+    if train.eval_every and config.eval.generate is None:
+        raise ConfigError(f"train.eval_every={train.eval_every} {where}, or set eval_every=0")
+    if (train.patience or config.checkpoint.keep_best) and train.best_by not in ANSWER_METRICS:
+        raise ConfigError(f"train.best_by={train.best_by!r} {where}, or set best_by to {' or '.join(ANSWER_METRICS)}")
 
 
 def check_devices(local_ranks: int, gpus: int) -> None:
@@ -109,4 +117,6 @@ def _with_files(config: Config) -> Config:
     check_data(config.data, config.model.task or DEFAULT)
     check_model(config.model, config.data)
     check_heads(config.model, config.parallel.tp)
+    if config.eval.generate is not None:
+        read_questions(config)
     return config

@@ -19,7 +19,7 @@ from shardwise.train.config.schema import Config, DataConfig
 from shardwise.train.data.holdout import hold_out
 from shardwise.train.data.micro_batch import IGNORED, Draw
 from shardwise.train.data.sources import read_documents
-from shardwise.train.data.tables import read_table
+from shardwise.train.data.tables import SOURCES, TARGETS, read_table
 from shardwise.train.process.ranks import Ranks
 from shardwise.train.run.sample import NEW_TOKENS, Sample
 from shardwise.train.tasks.examples import Collate, Example, Examples
@@ -140,8 +140,8 @@ def seq2seq_lm(config: Config) -> Task:
     """Read rows of a text and the text that is to be written for it. Not collective. Raises as `load_task`."""
     table = read_table(config.data, "a text and a target")
     tokenizer = padding_tokenizer(config.data.tokenizer)
-    source = table.column("text", "source", "document", "prompt")
-    target = table.column("target", "summary", "completion")
+    source = table.column(*SOURCES)
+    target = table.column(*TARGETS)
     encoded = encode(tokenizer, config.data.seq_len, table.texts(source))
     answers = encode(tokenizer, config.data.seq_len, table.texts(target), as_target=True)
     examples = [

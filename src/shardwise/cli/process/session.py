@@ -99,30 +99,17 @@ def _answer_to_file(request: Request, path: Path, generator: Generator, ranks: R
     done = ranks.on_first(lambda: file.begin(request.resumes))
     first = next((number for number, batch in enumerate(batches) if batch.first >= done), len(batches))
     with _Meter(len(rows), done, ranks.is_first) as meter:
-        for start in range(first, len(batches), ranks.world_size):
-            own = start + ranks.rank
-            answers = _answered(generator, batches[own] if own < len(batches) else None, own, meter.streamer)
-            gathered = ranks.all_gather_object(
-                [(one.prompt, one.text, one.finish_reason, len(one.ids)) for one in answers]
-            )
+        for answers in generator.in_turns(batches, ranks, first=first, streamer=meter.streamer):
             with ranks.together():
                 if ranks.is_first:
-                    said = [one for of_rank in gathered for one in of_rank]
-                    file.append([_line(rows[prompt], text, reason) for prompt, text, reason, _ in said])
-                    meter.add(len(said) // each, sum(tokens for *_, tokens in said))
+                    file.append([_line(rows[one.prompt], one) for one in answers])
+                    meter.add(len(answers) // each, sum(len(one.ids) for one in answers))
     if ranks.is_first:
         print(f"{path}: {meter.words}", file=sys.stderr)
 
 
-def _answered(generator: Generator, batch: Batch | None, number: int, streamer: Any) -> list[Answer]:
-    if batch is not None:
-        return generator.answer(batch, number, streamer)
-    generator.stand_in()
-    return []
-
-
-def _line(row: Row, text: str | None, reason: str) -> dict[str, Any]:
-    return {**row.fields, "completion": text, "finish_reason": reason}
+def _line(row: Row, answer: Answer) -> dict[str, Any]:
+    return {**row.fields, "completion": answer.text, "finish_reason": answer.finish_reason}
 
 
 def _answer_here(request: Request, generator: Generator, ranks: Ranks) -> None:
