@@ -8,6 +8,7 @@ What `sw.shard` documents as refused is not drawn; this is all of it:
 - weights written between a forward and its backward;
 - `sw.release`, and copies, while gradients of a `sw.no_sync` wait;
 - ties between a module that is sharded first and the rest of the model;
+- copies of a model with DTensors, and one shared parameter that is cut in two ways;
 - checkpoints of which a rank recomputes something and another, whose experts are idle or frozen, nothing;
 - losses that leave a unit out of a checkpoint inside it by a way that nobody can look into: their backward may come
   before that of the unit's outputs, and recompute while nobody has told of the unit.
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import TypeVar
 
+from tests.programs.cutting import CUTS
 from tests.programs.parts import PACKS
 from tests.programs.program import (
     EDITS,
@@ -55,14 +57,39 @@ MOST_NODES = 14
 UNITS: dict[Units, int] = {"marked": 5, None: 2, 10: 1, 40: 1, "classes": 2}
 
 
-def program_of(seed: int, uneven: bool = False) -> Program:
-    """The program of a seed. `uneven`: ranks may skip parts of units that others run."""
-    return draw(Random(seed), uneven)
+def program_of(seed: int, uneven: bool = False, tensor: bool = False) -> Program:
+    """The program of a seed. `uneven`: ranks may skip parts of units that others run. `tensor`: its mesh has a tensor
+    axis too."""
+    return draw(Random(seed), uneven, tensor)
 
 
-def draw(random: Random, uneven: bool = False) -> Program:
+def draw(random: Random, uneven: bool = False, tensor: bool = False) -> Program:
     """A program by the numbers that come."""
-    return _Drawing(random, uneven).program()
+    program = _Drawing(random, uneven).program()
+    return _beside_tensor_axis(program, random) if tensor else program
+
+
+MOST_RANKS = 8
+
+
+def _beside_tensor_axis(program: Program, random: Random) -> Program:
+    """The same program on a mesh with a tensor axis that cuts some of its nodes; without one if it has none to cut."""
+    tp = random.choice((2, 2, 3))
+    data = program.world_size
+    if data > 2 and not program.sharding.strategy.startswith("hybrid"):
+        data = random.choice((1, 2, 2, 3))
+    tied = random.choice(("", *CUTS["dense"]))  # tied parameters are cut alike
+
+    def cut(node: Node) -> Node:
+        choices = CUTS.get(node.kind, ())
+        how = tied if node.tie else random.choice(choices) if choices and random.random() < 0.7 else ""
+        return dataclasses.replace(node, children=tuple(map(cut, node.children)), cut=how)
+
+    actions = tuple(Release() if isinstance(action, Copy) else action for action in program.actions)
+    model = cut(program.model)
+    if not any(node.cut for node in model.walk()):
+        return program
+    return dataclasses.replace(program, world_size=data, tp=min(tp, MOST_RANKS // data), model=model, actions=actions)
 
 
 class _Drawing:
@@ -274,7 +301,16 @@ def is_legal(program: Program) -> bool:
         and (not program.sharding.first or any(map(_has_own_parameters, first)))
         and (not recomputed or _is_recomputable(program.model))
         and _waits_legally(program.actions)
+        and _is_cut_legally(program)
     )
+
+
+def _is_cut_legally(program: Program) -> bool:
+    if program.tp > 1 and any(isinstance(action, Copy) for action in program.actions):
+        return False
+    if program.tp > 1 and not any(node.cut for node in program.model.walk()):  # nothing tells the engine of the axis
+        return False
+    return len({node.cut for node in program.model.walk() if node.tie}) < 2
 
 
 def _is_divided_legally(units: Units, model: Node) -> bool:

@@ -13,6 +13,7 @@ def features(program: Program) -> set[str]:
     units = type(sharding.units).__name__ if not isinstance(sharding.units, str) else sharding.units
     found = {
         f"world:{program.world_size}",
+        f"tp:{program.tp}",
         f"dtype:{program.dtype}",
         f"optimizer:{program.optimizer}",
         f"strategy:{sharding.strategy}",
@@ -26,6 +27,7 @@ def features(program: Program) -> set[str]:
     for node in program.model.walk():
         found |= {f"node:{node.kind}", f"node:{node.kind}/{node.option}"} if node.option else {f"node:{node.kind}"}
         found |= {f"node:{name}" for name in ("frozen", "tie") if getattr(node, name)}
+        found |= {f"cut:{node.kind}/{node.cut}"} if node.cut else set()
     for action in program.actions:
         found |= set(_of_action(action))
     return found

@@ -91,17 +91,17 @@ class Fleet:
         directory = self._directory / str(next(self._numbers))
         directory.mkdir()
         start = time.perf_counter()
-        pool = self._pools(program.world_size, SHARDWISE_TIMEOUT_S=str(TIMEOUT_S))
-        if program.world_size not in self._warm:
+        pool = self._pools(program.ranks, SHARDWISE_TIMEOUT_S=str(TIMEOUT_S))
+        if program.ranks not in self._warm:
             pool.run(warm, timeout_s=START_S)
-            self._warm.add(program.world_size)
+            self._warm.add(program.ranks)
         try:
             reports = pool.run(runner, program, str(directory), *more, timeout_s=LIMIT_S)
         except RanksHung as error:
-            self._warm.discard(program.world_size)
+            self._warm.discard(program.ranks)
             reports = [Report(Outcome.HANG, said=f"not over in {LIMIT_S:g} s", trace=str(error))]
         except Exception as error:  # a rank's process is gone
-            self._warm.discard(program.world_size)
+            self._warm.discard(program.ranks)
             reports = [Report(Outcome.CRASH, said=f"{type(error).__name__}: {error}", trace=str(error))]
         shutil.rmtree(directory, ignore_errors=True)
         return Result(program, tuple(reports), time.perf_counter() - start)

@@ -27,14 +27,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from tests.programs.cutting import cut_part
 from tests.programs.program import Node, Program
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
@@ -370,8 +372,11 @@ class Model(nn.Module):
         return packed(self.leave(unpacked(self.body(self.enter(x)))), self.output)
 
 
-def build(program: Program) -> Model:
-    """The model, the same whoever builds it. Changes torch's default random state."""
+def build(program: Program, tensor_mesh: DeviceMesh | None = None) -> Model:
+    """The model, the same whoever builds it. Changes torch's default random state.
+
+    tensor_mesh: what cuts some of its parts, if it is not None; every rank of it must call this.
+    """
     torch.manual_seed(program.seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[program.dtype])
@@ -379,14 +384,22 @@ def build(program: Program) -> Model:
         model = Model(program, Moment())
     finally:
         torch.set_default_dtype(before)
+    if tensor_mesh is not None:
+        for node, part in _parts(program, model):
+            if node.cut:
+                cut_part(part, node.kind, node.cut, tensor_mesh)
     _tie(program, model)
     return model
 
 
+def _parts(program: Program, model: Model) -> Iterator[tuple[Node, Part]]:
+    parts = [module for module in model.modules() if isinstance(module, Part)]
+    return zip(program.model.walk(), parts, strict=True)
+
+
 def _tie(program: Program, model: Model) -> None:
     first: dict[int, nn.Parameter] = {}
-    parts = [module for module in model.modules() if isinstance(module, Part)]
-    for node, part in zip(program.model.walk(), parts, strict=True):
+    for node, part in _parts(program, model):
         if node.tie:
             assert isinstance(part, Dense)
             part.linear.weight = first.setdefault(node.tie, part.linear.weight)

@@ -35,6 +35,8 @@ class Node(_Short):
     """Its parameters, its children's included, want no gradient from the start."""
     tie: int = 0
     """Nodes of one number above 0 share their weight."""
+    cut: str = ""
+    """How the tensor axis cuts it, if there is one: "" or one of `cutting.CUTS`."""
 
     def walk(self) -> Iterator[Node]:
         """This node and those below it, in the order of the module tree."""
@@ -50,6 +52,7 @@ class Node(_Short):
     def lines(self, indent: str = "") -> Iterator[str]:
         marks = [name for name in ("unit", "frozen") if getattr(self, name)]
         marks += [f"tie {self.tie}"] if self.tie else []
+        marks += [f"cut {self.cut}"] if self.cut else []
         yield " ".join([indent + self.kind, self.option, *(f"[{mark}]" for mark in marks)]).replace("  [", " [")
         for child in self.children:
             yield from child.lines(indent + "  ")
@@ -174,6 +177,9 @@ class Program(_Short):
     seed: int = 0
     """Of weights and batches."""
     world_size: int = 2
+    """Ranks along the data axes: each has batches of its own."""
+    tp: int = 1
+    """Ranks along the tensor axis, with equal batches."""
     width: int = 4
     dtype: str = "fp32"
     """In which parameters are stored, but for those of nodes that say otherwise."""
@@ -184,8 +190,15 @@ class Program(_Short):
     optimizer: str = "sgd"
     actions: tuple[Action, ...] = ()
 
+    @property
+    def ranks(self) -> int:
+        """All ranks, of which those of the tensor axis are consecutive."""
+        return self.world_size * self.tp
+
     def __str__(self) -> str:
-        head = f"{self.world_size} ranks, seed {self.seed}, width {self.width}, {self.dtype}, {self.optimizer}"
+        head = (
+            f"{self.world_size} x {self.tp} ranks, seed {self.seed}, width {self.width}, {self.dtype}, {self.optimizer}"
+        )
         head += f", returns {self.output}" if self.output else ""
         model = "\n".join(self.model.lines("    "))
         actions = "\n".join(f"    {number}. {action!r}" for number, action in enumerate(self.actions))

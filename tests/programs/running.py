@@ -123,7 +123,7 @@ class _Runner:
         self._saved: Path | None = None
 
     def run(self) -> None:
-        rank = dist.get_rank()
+        rank = dist.get_rank() // self.program.tp
         with _as_invalid():
             plain = Plain(self.program, rank)
         sharded = Sharded(self.program, rank)

@@ -13,6 +13,7 @@ T = TypeVar("T")
 
 PLAINER = {
     "world_size": (1, 2, 3),
+    "tp": (1, 2),
     "width": (4,),
     "dtype": ("fp32",),
     "output": ("",),
@@ -83,7 +84,7 @@ def _smaller(node: Node) -> Iterator[Node]:
             yield node.with_child(number, dataclasses.replace(child, kind="dense", option=""))
         for smaller in _smaller(child):
             yield node.with_child(number, smaller)
-    for name in ("unit", "frozen", "tie", *(["option"] if node.kind == "dense" else [])):
+    for name in ("unit", "frozen", "tie", "cut", *(["option"] if node.kind == "dense" else [])):
         if getattr(node, name):
             yield dataclasses.replace(node, **{name: type(getattr(node, name))()})
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
@@ -319,9 +320,10 @@ class Sharded(Side):
     """The model under test: this rank's."""
 
     def __init__(self, program: Program, rank: int) -> None:
-        model = build(program)
+        mesh = mesh_of(program)
+        model = build(program, None if mesh is None or program.tp == 1 else mesh["tp"])
         self._moment = model.moment
-        super().__init__(program, shard(program, model))
+        super().__init__(program, shard(program, model, mesh))
         self._rank = rank
 
     @property
@@ -407,12 +409,24 @@ class Sharded(Side):
             yield
 
 
-def shard(program: Program, model: Model) -> nn.Module:
+def mesh_of(program: Program) -> DeviceMesh | None:
+    """The mesh of all ranks; None if they are one shard group. Every rank must call this."""
+    hybrid, ranks = program.sharding.strategy.startswith("hybrid"), program.world_size
+    sizes = {"dp_replicate": 2, "dp_shard": ranks // 2} if hybrid else {"dp_shard": ranks}
+    if program.tp > 1:
+        sizes["tp"] = program.tp
+        _clear_sharding_prop_cache()  # it takes earlier programs' meshes, whose groups are gone, for equal to this one
+    elif not hybrid:
+        return None
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def shard(program: Program, model: Model, mesh: DeviceMesh | None) -> nn.Module:
     """Every rank must call this."""
     sharding = program.sharding
     options: dict[str, Any] = {"units": _units(program), "slots": 2 + _nesting(program) + sharding.extra_slots}
-    if sharding.strategy.startswith("hybrid"):
-        options["mesh"] = init_device_mesh("cpu", (2, program.world_size // 2), mesh_dim_names=("replicate", "shard"))
+    if mesh is not None:
+        options["mesh"] = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
     if sharding.param is not None:
         options["precision"] = sw.Precision(param=sharding.param, reduce=sharding.reduce)
     options["reshard_after_forward"] = sharding.reshard

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.programs import program as language
+from tests.programs.cutting import CUTS
 from tests.programs.drawing import draw, is_legal, program_of
 from tests.programs.features import features
 from tests.programs.fleet import Fleet
@@ -24,17 +25,26 @@ if TYPE_CHECKING:
 
 GROUPS, OF_GROUP = 8, 25
 
-programs = st.randoms(use_true_random=False).map(draw)
+programs = st.builds(draw, st.randoms(use_true_random=False), tensor=st.booleans())
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_random_programs_match(ranks: RankPools, group: int) -> None:
+    _match(ranks, range(OF_GROUP * group, OF_GROUP * (group + 1)))
+
+
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 28), marks=pytest.mark.slow)], ids=str)
+def test_random_programs_beside_a_tensor_axis_match(ranks: RankPools, seeds: range) -> None:
+    _match(ranks, seeds, tensor=True)
+
+
+def _match(ranks: RankPools, seeds: range, tensor: bool = False) -> None:
     failed = []
     with Fleet(ranks) as fleet:
-        for seed in range(OF_GROUP * group, OF_GROUP * (group + 1)):
-            result = fleet.run(program_of(seed))
+        for seed in seeds:
+            result = fleet.run(program_of(seed, tensor=tensor))
             if result.outcome is not Outcome.OK:
-                again = f"python tests/programs/survey.py --replay {seed}"
+                again = f"python tests/programs/survey.py {'--tensor ' * tensor}--replay {seed}"
                 failed.append(f"seed {seed} ({again}):\n{result}\n{result.program}")
     assert not failed, "\n\n".join(failed)
 
@@ -64,6 +74,7 @@ def test_a_program_is_what_its_repr_says(program: Program) -> None:
 @settings(max_examples=50, deadline=None)
 def test_a_seed_is_always_the_same_program(seed: int) -> None:
     assert program_of(seed) == program_of(seed)
+    assert program_of(seed, tensor=True) == program_of(seed, tensor=True)
 
 
 @given(programs)
@@ -101,3 +112,10 @@ def test_everything_is_drawn_before_long() -> None:
         "checkpoint": ("save", "load"),
     }.items():
         assert {f"{what}:{name}" for name in names} <= found
+
+
+def test_everything_is_cut_before_long() -> None:
+    """Each kind of node in each way, by tensor axes of each size."""
+    found = set().union(*(features(program_of(seed, tensor=True)) for seed in range(100)))
+    assert {f"cut:{kind}/{cut}" for kind, cuts in CUTS.items() for cut in cuts} <= found
+    assert {"tp:2", "tp:3"} <= found
