@@ -1,4 +1,4 @@
-"""Sharding beside tensor parallelism: a step, what a rank sends over the data axis, and a save, beside FSDP2 x TP.
+"""Sharding beside tensor parallelism: a step, bytes over the data axis, a save and a load, beside FSDP2 x TP.
 
     python benchmarks tensor_parallel                          # three minutes
     python benchmarks tensor_parallel --out tensor-parallel    # and write the result
@@ -6,9 +6,9 @@
 Both engines train the same Llama, cut by transformers' own plan, on a mesh of 2 x 2 CPU ranks in the same processes, in
 turn. Styles and their collectives over the tensor axis are the same for both, and are not counted: bytes are those that
 pass through c10d's methods, the engine's on the data axis. The formula is three times (d - 1) / d of what a position on
-the tensor axis holds, with d data ranks; a unit that is still gathered when its backward comes is gathered once. Saves:
-`sw.checkpoint.save` beside torch's `distributed.checkpoint.save`, weights and AdamW's state, to the same disk. Times
-are the slowest rank's.
+the tensor axis holds, with d data ranks; a unit that is still gathered when its backward comes is gathered once. Saves
+and loads: `sw.checkpoint` beside torch's `distributed.checkpoint`, weights and AdamW's state, on the same disk, whose
+page cache is as the save left it. Times are the slowest rank's.
 """
 
 import argparse
@@ -58,10 +58,10 @@ def _theirs(model: Any, mesh: Any) -> Any:
 
 
 class Run:
-    """One engine's model, its optimizer, and how it saves."""
+    """One engine's model, its optimizer, and how it saves and loads."""
 
-    def __init__(self, model: Any, save: Callable[[str, Any, Any], None]) -> None:
-        self.model, self._save = model, save
+    def __init__(self, model: Any, save: Callable[[str, Any, Any], Any], load: Callable[[str, Any, Any], Any]) -> None:
+        self.model, self._save, self._load = model, save, load
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
     def step(self, tokens: torch.Tensor) -> float:
@@ -74,13 +74,25 @@ class Run:
     def save(self, path: str) -> None:
         self._save(path, self.model, self.optimizer)
 
+    def load(self, path: str) -> None:
+        self._load(path, self.model, self.optimizer)
 
-def _dcp(path: str, model: Any, optimizer: Any) -> None:
+
+def _dcp_save(path: str, model: Any, optimizer: Any) -> None:
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+
+
+def _dcp_load(path: str, model: Any, optimizer: Any) -> None:
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
 
 def _slowest(task: Callable[[], Any]) -> float:
@@ -98,12 +110,13 @@ def _rank(layers: int, rounds: int, steps: int) -> None:
     mesh = sw.mesh(tp=RANKS // DATA)
     ours = sw.shard(_llama(layers), mesh=mesh, tp_plan="auto")
     runs = {
-        "shardwise": Run(ours, sw.checkpoint.save),
-        "fsdp2": Run(_theirs(_llama(layers), mesh), _dcp),
+        "shardwise": Run(ours, sw.checkpoint.save, sw.checkpoint.load),
+        "fsdp2": Run(_theirs(_llama(layers), mesh), _dcp_save, _dcp_load),
     }
     generator = torch.Generator().manual_seed(mesh["dp_shard"].get_local_rank())
     losses: dict[str, list[float]] = {name: [] for name in runs}
-    found: dict[str, Any] = {"step": {name: [] for name in runs}, "save": {name: [] for name in runs}, "losses": losses}
+    timed: dict[str, dict[str, list[float]]] = {what: {name: [] for name in runs} for what in ("step", "save", "load")}
+    found: dict[str, Any] = {**timed, "losses": losses}
     with tempfile.TemporaryDirectory() as own:
         place = [own]
         dist.broadcast_object_list(place)
@@ -113,11 +126,12 @@ def _rank(layers: int, rounds: int, steps: int) -> None:
                 run, path = runs[name], f"{place[0]}/{name}-{turn}"
                 took = _slowest(lambda run=run, batches=batches: losses[name].extend(map(run.step, batches)))  # noqa: B023
                 saved = _slowest(lambda run=run, path=path: run.save(path))
+                loaded = _slowest(lambda run=run, path=path: run.load(path))
                 if dist.get_rank() == 0:
                     shutil.rmtree(path)
                 if turn >= 0:
-                    found["step"][name].append(took / steps)
-                    found["save"][name].append(saved)
+                    for what, took_s in zip(timed, (took / steps, saved, loaded), strict=True):
+                        timed[what][name].append(took_s)
         with wire.counting() as sent:
             runs["shardwise"].step(batches[0])
         found["sent"] = sum(sent.sent_bytes.values())
@@ -147,7 +161,7 @@ def main() -> None:
     machine: dict[str, object] = facts.machine()
     machine["load"] = f"{os.getloadavg()[0]:.0f}"
     rows = [
-        [name, f"{1000 * median(found['step'][name]):.0f}", f"{1000 * median(found['save'][name]):.0f}"]
+        [name, *(f"{1000 * median(found[what][name]):.0f}" for what in ("step", "save", "load"))]
         for name in found["step"]
     ]
     apart = max(abs(a - b) for a, b in zip(*found["losses"].values(), strict=True))
@@ -156,6 +170,7 @@ def main() -> None:
     targets = [
         paired_ratio("step over FSDP2 x TP's", found["step"]["shardwise"], found["step"]["fsdp2"], 1.0),
         paired_ratio("save over DCP's", found["save"]["shardwise"], found["save"]["fsdp2"], 0.6),
+        paired_ratio("load over DCP's", found["load"]["shardwise"], found["load"]["fsdp2"], 0.8),
         Target(
             "bytes over the data axis, over the formula",
             found["sent"] / formula,
@@ -170,7 +185,7 @@ def main() -> None:
             f"Llama of {args.layers} layers, width 512, fp32, mesh dp_shard=2, tp=2 on 4 CPU ranks over gloo, "
             f"transformers' own plan; {args.rounds} rounds of {args.steps} steps, the two in turn.",
             report.facts_line(machine),
-            report.table(["engine", "step, median ms", "save, median ms"], rows),
+            report.table(["engine", "step, median ms", "save, median ms", "load, median ms"], rows),
             "\n".join(f"- {target}" for target in targets),
         ]
     )
