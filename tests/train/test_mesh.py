@@ -8,10 +8,13 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 from shardwise.errors import ConfigError, MeshError
+from shardwise.train import trainer
 from shardwise.train.config.files import load
 from tests.engine.tensor.rig import forget_meshes
 from tests.ranks import RankPools
@@ -94,6 +97,45 @@ def test_replicas_and_shards_beside_tensor_parallelism(ranks: RankPools, overrid
     run_alone("log.name=alone", "train.steps=3", *common)
     _train(ranks, 4, "log.name=mesh", "train.steps=3", "parallel.tp=2", *overrides)
     _assert_as_alone("mesh")
+
+
+NEOX = (
+    'model.config={model_type="gpt_neox",hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=2,'
+    "attention_dropout=0.2,hidden_dropout=0.2}",
+    "parallel.units=none",
+    "train.eval_every=0",
+    "checkpoint.every=2",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_ranks_of_a_tensor_group_agree_after_steps_with_dropout(ranks: RankPools) -> None:
+    ranks(4).run(run_here, str(Path.cwd()), (*NEOX, "train.steps=2"), timeout_s=120)
+    resumed = ranks(4).run(_compare_replicas, str(Path.cwd()), (*NEOX, "parallel.tp=2"), timeout_s=120)
+    anew = ranks(4).run(_compare_replicas, str(Path.cwd()), (*NEOX, "parallel.tp=2", "log.name=anew"), timeout_s=120)
+    assert "step 3 is next" in resumed[0]
+    assert anew[0]
+
+
+def _compare_replicas(folder: str, overrides: tuple[str, ...]) -> str:
+    """Train, and compare the random states and the replicated parameters of each tensor group at the end."""
+    with mock.patch.object(trainer.Trainer, "_sum_up", _assert_group_agrees):
+        return _on_mesh(folder, overrides)
+
+
+def _assert_group_agrees(self: trainer.Trainer, *_: object) -> None:
+    kept = {
+        name: parameter.local.clone()
+        for name, parameter in self.model.named_parameters()
+        if "norm" in name or "dense.bias" in name or "dense_4h_to_h.bias" in name
+    }
+    assert kept
+    kept["random state"] = torch.get_rng_state()
+    every = self.ranks.all_gather_object(kept)
+    mine, other = every[self.ranks.rank], every[self.ranks.rank ^ 1]
+    assert all(torch.equal(value, other[name]) for name, value in mine.items())
+    assert not torch.equal(kept["random state"], every[self.ranks.rank ^ 2]["random state"])
 
 
 @pytest.mark.parametrize(

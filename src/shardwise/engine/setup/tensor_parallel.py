@@ -5,14 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from shardwise import accelerators
 from shardwise.engine.extensions.tensor_parallel import (
@@ -23,6 +30,7 @@ from shardwise.engine.extensions.tensor_parallel import (
     local_of,
 )
 from shardwise.engine.setup.materialisers import SameRandomState
+from shardwise.engine.setup.tensor_random import RandomRegions
 from shardwise.errors import ConfigError, LayoutError, MeshError
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.mesh import Mesh
@@ -99,9 +107,11 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
     held = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
     given = _checked_plan(model, plan)
     if all(isinstance(style, str) for style in given.values()):
-        _apply_transformers(model, mesh, given)
+        styles = _apply_transformers(model, mesh, given)
     else:
         parallelize_module(model, mesh, dict(given))
+        styles = {name: style for name, _ in model.named_modules() if (style := _style_of(name, given)) is not None}
+    _divide_random_numbers(model, mesh, styles)
     marked: dict[int, DTensor] = {}
     for module, name, parameter in held:
         now: Any = module._parameters[name]
@@ -145,7 +155,36 @@ def _checked_plan(model: nn.Module, plan: TensorPlan) -> Mapping[str, Any]:
     return plan
 
 
-def _apply_transformers(model: Any, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+def _style_of(name: str, plan: Mapping[str, ParallelStyle]) -> ParallelStyle | None:
+    """Return the style that a plan has for a module, as `parallelize_module` matches names."""
+    matches = (s for pattern, s in plan.items() if fnmatchcase(name, pattern) and name.count(".") == pattern.count("."))
+    return next(matches, None)
+
+
+def _divide_random_numbers(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Any]) -> None:
+    """Let ranks draw differently between column-wise and row-wise layers, and equally elsewhere. Plans that cut the
+    activations between blocks, along the sequence, are left alone."""
+    kinds: dict[str, list[str]] = {"begins": [], "ends": []}
+    modules = {name for name, _ in model.named_modules()}
+    for name, style in styles.items():
+        if style == "sequence_parallel" or isinstance(style, SequenceParallel):
+            return
+        if name not in modules:
+            continue
+        placed: Any = style
+        if style in {"colwise", "packed_colwise"} or (
+            isinstance(style, ColwiseParallel) and placed.output_layouts == (Shard(-1),)
+        ):
+            kinds["begins"].append(name)
+        elif style in {"rowwise", "packed_rowwise"} or (
+            isinstance(style, RowwiseParallel) and placed.output_layouts == (Replicate(),)
+        ):
+            kinds["ends"].append(name)
+    RandomRegions(mesh).watch(model, **kinds)
+
+
+def _apply_transformers(model: Any, mesh: DeviceMesh, plan: Mapping[str, str]) -> Mapping[str, str]:
+    """Apply a plan; return its styles by the names of modules and parameters."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     try:
@@ -160,6 +199,7 @@ def _apply_transformers(model: Any, mesh: DeviceMesh, plan: Mapping[str, str]) -
         module, _, own = name.rpartition(".")
         _styles()[expanded[name]].shard_param(model.get_submodule(module), own, mesh)
     model._tp_size = mesh.size()
+    return expanded
 
 
 def _styles() -> Any:

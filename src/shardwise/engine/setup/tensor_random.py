@@ -1,0 +1,60 @@
+"""Random numbers of tensor-parallel models: those of one tensor group draw equally where activations are whole, and
+differently where each rank has its own part, from a column-wise layer's output to the row-wise layer that follows.
+
+Both kinds of draws follow from the state of the device's default generator, which must be equal on the ranks of one
+tensor group. So recomputation, which restores that state, draws the same again; and ranks with parts of different sizes
+still agree afterwards. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise import accelerators, device_tools
+
+
+class RandomRegions:
+    """Switches the device's default generator between draws for whole activations and draws for this rank's part."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        """mesh: the tensor axis."""
+        self._device = accelerators.of_kind(mesh.device_type)
+        self._rank = mesh.get_local_rank()
+        self._whole: Tensor | None = None
+        """The state to go on with after the region; None outside of regions."""
+
+    def watch(self, model: nn.Module, begins: Sequence[str], ends: Sequence[str]) -> None:
+        """Begin a region after the forward of each module in `begins`; end it after that of one in `ends`, or of the
+        module that contains the first."""
+        for name in begins:
+            model.get_submodule(name).register_forward_hook(self._enter)
+        for name in ends:
+            model.get_submodule(name).register_forward_hook(self._leave)
+        for name in {name.rpartition(".")[0] for name in begins}:  # also where recomputation stops early
+            model.get_submodule(name).register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, *_: Any) -> None:
+        if self._whole is not None or not module.training:
+            return
+        if torch.compiler.is_compiling() or detect_fake_mode() is not None:  # nothing is drawn now
+            return
+        state = device_tools.random_state(self._device).numpy().tobytes()
+        self._whole = self._seeded(state, 0)
+        device_tools.set_random_state(self._device, self._seeded(state, 1 + self._rank))
+
+    def _leave(self, *_: Any) -> None:
+        if self._whole is not None:
+            device_tools.set_random_state(self._device, self._whole)
+            self._whole = None
+
+    def _seeded(self, state: bytes, number: int) -> Tensor:
+        """Return one of the states that follow from a state."""
+        seed = xxhash.xxh3_64_intdigest(state, seed=number) >> 1
+        return torch.Generator(self._device).manual_seed(seed).get_state()
