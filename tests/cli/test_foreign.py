@@ -173,3 +173,9 @@ def test_transformers_distributed_config_is_converted_and_planned(capsys: pytest
     assert (parallel.strategy, parallel.shard_group, parallel.ranks) == ("hybrid_shard", 4, 8)
     found = with_settings(Options(foreign=Path("distributed.json")))
     assert (found.strategy, found.shard_group, found.gpus) == ("hybrid_shard", "4", 8)
+    Path("distributed.json").write_text(json.dumps({"fsdp_size": 4, "tp_size": 2}))
+    assert run(["convert", "distributed.json", "tensor.toml"]) == 0
+    parallel = load("tensor.toml").parallel
+    assert (parallel.strategy, parallel.tp, parallel.ranks) == ("full_shard", 2, 8)
+    found = with_settings(Options(foreign=Path("distributed.json")))
+    assert (found.strategy, found.tp, found.gpus) == ("full_shard", "2", 8)

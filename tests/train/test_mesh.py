@@ -186,8 +186,8 @@ def test_copies_and_shards_are_names_for_the_same(overrides: list[str], group: i
         ("train.optimizer=adamw-8bit", 'train.optimizer = "adamw-8bit"'),
         ("lora.r=4", "lora.r = 4"),
         ("train.compile=true", "train.compile"),
-        ("parallel.backend=jax", 'parallel.backend = "jax"'),
         ("parallel.strategy=auto", 'parallel.strategy = "auto"'),
+        ("parallel.backend=jax", 'parallel.backend = "jax"'),
     ],
 )
 def test_what_is_not_tensor_parallel_is_refused_before_ranks_start(asked: tuple[str, str]) -> None:

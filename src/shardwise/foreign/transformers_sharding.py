@@ -10,9 +10,9 @@ from shardwise.errors import ConfigError
 from shardwise.foreign.settings import ForeignSettings
 from shardwise.foreign.settings_table import AUTO, SettingsTable
 
-KEYS = {"fsdp_size", "dp_replicate_size", "fsdp_cpu_offload", "fsdp_mixed_precision"}
+KEYS = {"fsdp_size", "dp_replicate_size", "tp_size", "fsdp_cpu_offload", "fsdp_mixed_precision"}
 """A file with any of these keys is what `DistributedConfig.to_json_file` writes."""
-OTHER_AXES = {"tp_size": "tensor", "pp_size": "pipeline", "ep_size": "expert"}
+OTHER_AXES = {"pp_size": "pipeline", "ep_size": "expert"}
 _WITHOUT_EFFECT = {"enable_expert_parallel", "enable_sequence_parallel", "ep_implementation"}
 
 
@@ -28,13 +28,14 @@ def read_distributed(values: Mapping[str, Any], where: str) -> ForeignSettings:
     settings = ForeignSettings("transformers")
     given = {key: value for key, value in values.items() if value is not None and value is not False and value != AUTO}
     tree = SettingsTable(where, given, settings)
-    shards, replicas = (tree.whole(key, least=1) or 1 for key in ("fsdp_size", "dp_replicate_size"))
+    sizes = (tree.whole(key, least=1) or 1 for key in ("fsdp_size", "dp_replicate_size", "tp_size"))
+    shards, replicas, tensor = sizes
     others = {key: tree.whole(key, least=1) or 1 for key in OTHER_AXES}
     settings.without_equal += [
         f"{key} = {size} ({OTHER_AXES[key]} parallelism)" for key, size in others.items() if size > 1
     ]
     expert_ranks = others.pop("ep_size")  # they are among the others
-    settings.ranks = shards * replicas * math.prod(others.values())
+    settings.ranks = shards * replicas * tensor * math.prod(others.values())
     if expert_ranks > settings.ranks:
         raise ConfigError(f"{where}: ep_size = {expert_ranks}: must be at most the {settings.ranks} ranks of all axes")
     if shards == 1:
@@ -44,6 +45,7 @@ def read_distributed(values: Mapping[str, Any], where: str) -> ForeignSettings:
     else:
         settings.set("parallel.strategy", "hybrid_shard")
         settings.set("parallel.shard_group", shards)
+    settings.set("parallel.tp", tensor if tensor > 1 else None)
     if tree.flag("fsdp_mixed_precision"):
         settings.set("parallel.param_dtype", "bf16")
         settings.set("parallel.reduce_dtype", "fp32")
@@ -55,7 +57,8 @@ def read_distributed(values: Mapping[str, Any], where: str) -> ForeignSettings:
             "units are the repeated blocks, large embeddings and heads, not those of fsdp_plan; in Python, "
             'units="transformers" takes the model\'s plan'
         )
-    for key in ("tp_plan", "ep_plan"):
-        tree.take(key)  # has no effect without its size
+    if tree.values("tp_plan") and tensor > 1:
+        settings.changes.append("matrices are cut by the model's own plan, not by tp_plan")
+    tree.take("ep_plan")  # has no effect without its size
     tree.finish(_WITHOUT_EFFECT)
     return settings

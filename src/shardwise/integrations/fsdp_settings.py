@@ -50,6 +50,12 @@ def arguments_of(config: Any) -> dict[str, Any]:
     settings = read_distributed(config.to_dict(), "DistributedConfig")
     if settings.without_equal:
         raise ConfigError(f"DistributedConfig: shardwise has no counterpart for {settings.without_equal[0]}")
+    if settings.get("parallel.tp") is not None:
+        raise ConfigError(
+            f"DistributedConfig: tp_size = {config.tp_size}: this trainer gives each rank its own batches, and ranks "
+            "that share matrix products need the same ones: use `shardwise train` with parallel.tp, or a script with "
+            f'sw.shard(model, mesh=sw.mesh(tp={config.tp_size}), tp_plan="auto")'
+        )
     if config.fsdp_plan:
         raise ConfigError("DistributedConfig: set fsdp_plan on the model instead (model.fsdp_plan = {...})")
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
