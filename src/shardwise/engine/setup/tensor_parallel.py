@@ -106,6 +106,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
     """
     held = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
     given = _checked_plan(model, plan)
+    styles: Mapping[str, Any]
     if all(isinstance(style, str) for style in given.values()):
         styles = _apply_transformers(model, mesh, given)
     else:
@@ -183,7 +184,7 @@ def _divide_random_numbers(model: nn.Module, mesh: DeviceMesh, styles: Mapping[s
     RandomRegions(mesh).watch(model, **kinds)
 
 
-def _apply_transformers(model: Any, mesh: DeviceMesh, plan: Mapping[str, str]) -> Mapping[str, str]:
+def _apply_transformers(model: Any, mesh: DeviceMesh, plan: Mapping[str, str]) -> Mapping[str, Any]:
     """Apply a plan; return its styles by the names of modules and parameters."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -192,7 +193,7 @@ def _apply_transformers(model: Any, mesh: DeviceMesh, plan: Mapping[str, str]) -
     except ValueError as error:
         raise ConfigError(f"tp_plan: {error}") from None
     _check_heads(model, mesh.size())
-    expanded = model._expand_parallel_plan(dict(plan))
+    expanded: dict[str, str] = model._expand_parallel_plan(dict(plan))
     known = {name for name, _ in (*model.named_parameters(), *model.named_modules())}
     apply_tensor_parallelism(model, mesh, {name: style for name, style in expanded.items() if name in known})
     for name in expanded.keys() - known:  # other names of tied parameters
