@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, product
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,10 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, tor
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK_BYTES = 32 * 2**20
 """Bytes staged at a time if a piece cannot be written from, or read into, its memory directly."""
+_FEW_RUNS = 64
+"""Runs that are copied one by one, if they are not alike."""
+_GAP_BYTES = 64 * 2**10
+"""Ranges of a file that are shorter on average are read together, with gaps of up to so many bytes between them."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes three times as long to create, and training waits for it
@@ -126,11 +131,12 @@ class Piece:
         as_stored = flat.dtype == dtype and flat.device.type == "cpu" and not (flat.is_conj() or flat.is_neg())
         direct = target.is_contiguous() and as_stored
         step = max(1, runs.numel) if direct and len(runs) == 1 else _step(dtype.itemsize, runs)
+        is_short = runs.numel * dtype.itemsize < len(runs) * _GAP_BYTES
         staged_bytes = 0
-        for part in runs.stretches(step):
+        for part in runs.stretches(step, _GAP_BYTES // dtype.itemsize if is_short else 0):
             in_place = direct and len(part) == 1
-            chunk = _at(flat, part) if in_place else torch.empty(part.numel, dtype=dtype, device="cpu")
-            start = int(part.here[0])
+            start, stop = int(part.here[0]), int(part.here[-1] + part.length[-1])
+            chunk = _at(flat, part) if in_place else torch.empty(stop - start, dtype=dtype, device="cpu")
             reader.ask(layout.byte_range(place.name, start, start).start, bytes_of(chunk), past_cache)
             if not in_place:
                 reader.finish()
@@ -306,14 +312,44 @@ def bytes_of(flat: Tensor) -> memoryview:
 
 
 def _put(chunk: Tensor, flat: Tensor, part: IndexMap) -> int:
-    """Copy elements that were read to their places in `flat`. Returns the bytes that were staged, `chunk` included."""
+    """Copy elements that were read, from the first one in `part` on, to their places in `flat`. Returns the bytes that
+    were staged, `chunk` included."""
     if len(part) == 1:
         _at(flat, part).copy_(chunk)
         return chunk.nbytes
-    elements = torch.from_numpy(part.elements())
     cast = chunk.to(flat.device, flat.dtype)
-    flat[elements.to(flat.device)] = cast
-    return chunk.nbytes + elements.nbytes + (cast.nbytes if cast is not chunk else 0)
+    more_bytes = copy_runs(cast, flat, part.moved(here=-int(part.here[0])))
+    return chunk.nbytes + more_bytes + (cast.nbytes if cast is not chunk else 0)
+
+
+def copy_runs(source: Tensor, target: Tensor, runs: IndexMap) -> int:
+    """Copy elements of `source`, here, to those of `target`, there; both 1-D and on one device.
+
+    Returns the bytes that were staged: none if all runs but the first and the last are equally long and equally far
+    apart.
+    """
+    ends = runs.tuples() if len(runs) <= _FEW_RUNS else None
+    steps = [np.diff(side[1:-1]) for side in (runs.here, runs.there)]
+    if len(runs) > 3 and all((each == each[0]).all() and each[0] > 0 for each in (*steps, runs.length[1:-1])):
+        sides = zip((source, target), (runs.here, runs.there), steps, strict=True)
+        shape = len(runs) - 2, int(runs.length[1])
+        rows, places = (
+            tensor.as_strided(shape, (int(step[0]), 1), tensor.storage_offset() + int(side[1]))
+            for tensor, side, step in sides
+        )
+        places.copy_(rows)
+        ends = [(int(runs.here[at]), int(runs.there[at]), int(runs.length[at])) for at in (0, -1)]
+    if ends is None:
+        places, values, staged_bytes = torch.from_numpy(runs.elements()), source, 0
+        if runs.numel < source.numel():
+            here = torch.from_numpy(IndexMap(runs.here, runs.here, runs.length).elements())
+            values = source[here.to(source.device)]
+            staged_bytes = here.nbytes + values.nbytes
+        target[places.to(target.device)] = values
+        return staged_bytes + places.nbytes
+    for first, at, numel in ends:
+        target[at : at + numel] = source[first : first + numel]
+    return 0
 
 
 @functools.lru_cache(maxsize=256)  # a parameter and its state, and those of all blocks, have few different ones

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.format.local_tensor import Piece, bytes_of, held_in
+from shardwise.checkpoint.format.local_tensor import Piece, bytes_of, copy_runs, held_in
 from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.names.index_map import IndexMap, Ints, Place
 from shardwise.comm.together import OverGroups
@@ -156,7 +156,9 @@ class RowExchange:
             arrived = self._exchanged(axis, count, [_values(own, each) for each in ours], into)
             start, stop = begins[me], ends[me]
             for values, each in zip(arrived, runs, strict=True):
-                _scatter(values, window, each.within(start, stop).moved(here=-start))
+                inside = each.within(start, stop)
+                firsts = np.cumsum(inside.length) - inside.length
+                copy_runs(values, window, IndexMap(firsts, inside.here - start, inside.length))
             for low, _, length in _covered(runs, start, stop).inverse().tuples():
                 yield _Rows(low, window[low - start : low - start + length])
 
@@ -249,19 +251,3 @@ def _values(own: Tensor, runs: IndexMap) -> Tensor:
     if (runs.there[1:] == (runs.there + runs.length)[:-1]).all():
         return own[int(runs.there[0]) : int(runs.there[-1] + runs.length[-1])]
     return own[torch.from_numpy(runs.elements()).to(own.device)]
-
-
-def _scatter(values: Tensor, window: Tensor, runs: IndexMap) -> None:
-    """Copy `values`, one after another, to the elements of `window` that `runs` maps."""
-    here, length = runs.here, runs.length
-    inner = slice(1, -1)  # the first and the last may be shorter
-    step = np.diff(here[inner])
-    if len(here) > 3 and (length[inner] == length[1]).all() and (step == step[0]).all():
-        count, width, first = len(here) - 2, int(length[1]), int(length[0])
-        rows = values[first : first + count * width].view(count, width)
-        window.as_strided((count, width), (int(step[0]), 1), int(here[1])).copy_(rows)
-        ends = [(int(here[0]), 0, first), (int(here[-1]), first + count * width, int(length[-1]))]
-    else:
-        ends = list(zip(here.tolist(), (np.cumsum(length) - length).tolist(), length.tolist(), strict=True))
-    for at, taken, numel in ends:
-        window[at : at + numel].copy_(values[taken : taken + numel])

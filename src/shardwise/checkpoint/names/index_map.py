@@ -131,14 +131,15 @@ class IndexMap:
         ends = np.cumsum(self.length)
         return np.repeat(self.there - (ends - self.length), self.length) + np.arange(self.numel)
 
-    def stretches(self, most: int) -> Iterator[Self]:
-        """Yield, in order, parts of at most `most` elements that follow one another without gaps here."""
-        breaks = np.flatnonzero(self.here[1:] != self._stops[:-1]) + 1
+    def stretches(self, most: int, gap: int = 0) -> Iterator[Self]:
+        """Yield, in order, parts that span at most `most` elements here, with gaps of at most `gap` in them."""
+        breaks = np.flatnonzero(self.here[1:] - self._stops[:-1] > gap) + 1
         firsts, lasts = [0, *breaks.tolist()], [*(breaks - 1).tolist(), len(self) - 1]
         for first, last in zip(firsts, lasts, strict=True) if len(self) else ():
             start, stop = int(self.here[first]), int(self._stops[last])
             for low in range(start, stop, most):
-                yield self.within(low, min(low + most, stop))
+                if len(part := self.within(low, min(low + most, stop))):
+                    yield part
 
     def tuples(self) -> list[tuple[int, int, int]]:
         """Return (here, there, length) of each run."""
