@@ -22,6 +22,7 @@ BENCHMARKS = {
         "initialisation",
         "abandoned",
         "same_bits",
+        "context_parallel",
         "tensor_parallel",
     ),
     "checkpoints": ("checkpoint", "async_save", "stream"),
