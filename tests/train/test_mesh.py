@@ -10,12 +10,15 @@ import shutil
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from shardwise.errors import ConfigError, MeshError
 from shardwise.train import trainer
 from shardwise.train.config.files import load
+from shardwise.train.data.micro_batch import MicroBatch
+from shardwise.train.run import preflight
 from tests.engine.tensor.rig import forget_meshes
 from tests.ranks import RankPools
 from tests.train.rig import TINY, losses, read, run_alone, run_here
@@ -43,8 +46,11 @@ def _train(ranks: RankPools, world_size: int, *overrides: str) -> list[str]:
     return ranks(world_size).run(_on_mesh, str(Path.cwd()), overrides, timeout_s=120)
 
 
-def _assert_as_alone(name: str) -> None:
-    for row, expected in zip(read(f"runs/{name}/metrics.jsonl"), read("runs/alone/metrics.jsonl"), strict=True):
+def _assert_as_alone(name: str, tokens: list[int] | None = None) -> None:
+    rows = read("runs/alone/metrics.jsonl")
+    for step, (row, expected) in enumerate(zip(read(f"runs/{name}/metrics.jsonl"), rows, strict=True)):
+        if tokens is not None:
+            expected["tokens"] = tokens[step]
         assert [row[key] for key in DATA] == pytest.approx([expected[key] for key in DATA], rel=2e-4)
     found, expected = (read(f"runs/{run}/evaluations.jsonl") for run in (name, "alone"))
     assert [row["tokens"] for row in found] == [row["tokens"] for row in expected]
@@ -138,9 +144,75 @@ def _assert_group_agrees(self: trainer.Trainer, *_: object) -> None:
     assert not torch.equal(kept["random state"], every[self.ranks.rank ^ 2]["random state"])
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (2, ("data.document_mask=true", "model.config.num_key_value_heads=1")),
+        (4, ("parallel.tp=2", "train.activation_checkpointing=full", "model.config.num_attention_heads=4")),
+        (4, ("parallel.strategy=hybrid_shard", "parallel.dp_replicate=2", "data.seq_len=31")),
+    ],
+    ids=["documents", "tensor", "replicas"],
+)
+def test_ranks_that_share_sequences_train_as_one_process(
+    ranks: RankPools, world_size: int, overrides: tuple[str, ...]
+) -> None:
+    common = tuple(one for one in overrides if one.startswith(("model.", "data.")))
+    run_alone("log.name=alone", "train.steps=3", *common)
+    _train(ranks, world_size, "log.name=mesh", "train.steps=3", "parallel.cp=2", *overrides)
+    tokens = [row["tokens"] for row in read("runs/alone/metrics.jsonl")]
+    if "data.seq_len=31" in overrides:  # a row is padded to two equal slices
+        tokens = [count // 31 * 32 for count in tokens]
+    _assert_as_alone("mesh", tokens)
+
+
+def test_slices_of_a_batch() -> None:
+    ids = np.arange(14).reshape(2, 7)
+    labels = np.where(ids % 5 == 0, -100, ids)
+    whole = MicroBatch.of_next_tokens({"input_ids": ids, "attention_mask": np.ones_like(ids)}, labels)
+    slices = [whole.sliced(own, 3) for own in range(3)]
+    assert [one.inputs["input_ids"].shape for one in slices] == [(2, 3)] * 3
+    assert sum(one.targets for one in slices) == whole.targets
+    put_together = {
+        name: np.concatenate([one.inputs[name] for one in slices], 1) for name in ("input_ids", "attention_mask")
+    }
+    assert (put_together["input_ids"][:, :7] == ids).all()
+    assert put_together["attention_mask"].tolist() == [[1] * 7 + [0] * 2] * 2
+    shifted = np.concatenate([one.labels for one in slices], 1)
+    assert (shifted[:, :6] == labels[:, 1:]).all()
+    assert (shifted[:, 6:] == -100).all()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cp=2", "backend=jax"], 'parallel.cp = 2 does not work with parallel.backend = "jax" yet'),
+        (["cp=2", "strategy=auto"], 'parallel.cp = 2 does not work with parallel.strategy = "auto" yet'),
+    ],
+)
+def test_what_sequences_are_not_divided_with(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load("tiny.toml", [f"parallel.{one}" for one in overrides])
+
+
+def test_heads_and_tasks_that_are_not_divided() -> None:
+    for overrides, message in (
+        (["parallel.cp=4", "parallel.ranks=4"], "parallel.cp=4 does not divide the model's num_attention_heads=2"),
+        (
+            ["parallel.cp=2", "parallel.tp=2", "parallel.ranks=4"],
+            "parallel.tp=2 x cp=2 does not divide the model's num",
+        ),
+        (['model.task="masked-lm"', "parallel.cp=2"], 'parallel.cp = 2 does not work with model.task = "masked-lm"'),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            preflight.check(load("tiny.toml", overrides), gpus=0)
+
+
 @pytest.mark.parametrize(
     ("overrides", "ranks", "message"),
     [
+        (["cp=2", "tp=2"], 6, "parallel.cp=2 x tp=2 does not divide the 6 ranks"),
+        (["cp=2", "dp_shard=3"], 8, "shard_group=3 does not divide the 4 data ranks (8 / cp=2)"),
         (["tp=2"], 3, "parallel.tp=2 does not divide the 3 ranks; use one of 1, 3 or another number of ranks"),
         (["tp=2", "dp_replicate=3"], 4, "dp_replicate=3 x tp=2: the product must divide the number of ranks, 4"),
         (["dp_replicate=2", "dp_shard=4", "strategy=hsdp"], 4, "dp_replicate=2 x shard_group=4: the product must be"),

@@ -291,6 +291,14 @@ class RunSettings(ShardSettings):
         least=1,
         usual="searched",
     )
+    cp: int = setting(
+        1,
+        "Ranks that share each sequence: each computes a slice of it, and parameters are sharded over them, too "
+        "(context parallelism).",
+        plain=int,
+        key="parallel.cp",
+        least=1,
+    )
     tp: int = setting(
         1,
         "Consecutive ranks that share each matrix product, and the same batches (tensor parallelism).",

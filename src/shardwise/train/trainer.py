@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NoReturn
@@ -56,6 +56,7 @@ from shardwise.train.run.metrics import MetricsWriter, StepMetrics, open_writer
 from shardwise.train.run.preflight import check_supported
 from shardwise.train.run.run_lock import claimed
 from shardwise.train.tasks.loading import load_task
+from shardwise.train.tasks.objectives import NextToken
 from shardwise.train.tasks.task import Task
 
 _IN_FORM = {
@@ -76,7 +77,7 @@ def run(config: Config) -> None:
             Every rank raises.
     """
     check_supported(config)
-    with started(config.parallel.ranks_per_batch) as ranks:
+    with started(config.parallel.ranks_per_batch, config.parallel.tp) as ranks:
         config = config.for_ranks(ranks.world_size)
         directory = RunDirectory(config.run_directory)
         done = ranks.on_first(lambda: why_finished(directory, config))
@@ -164,7 +165,7 @@ class Trainer:
         console.doing("building the model")
         torch.manual_seed(train.seed)  # the same on every rank: all build the same weights
         model = build_model(config.model, self.task.shape, config.lora)
-        self.loss_function = LossFunction(model, self.task.objective)
+        self.loss_function = LossFunction(model, self.task.objective if ranks.slices == 1 else NextToken(shifted=True))
         self.model = self._shard(model)
         checkpoint_units(self.model, train.activation_checkpointing)
         if train.compile:
@@ -210,8 +211,8 @@ class Trainer:
         return config, outlook
 
     def _seed_dropout(self) -> None:
-        """Seed this rank's draws: as those of the ranks that work on the same batch, unlike all others'."""
-        torch.manual_seed(self.config.train.seed + 1 + self.ranks.data_rank)
+        """Seed this rank's draws: as those of the ranks that work on the same tokens, unlike all others'."""
+        torch.manual_seed(self.config.train.seed + 1 + self.ranks.rank // self.ranks.per_slice)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         train = self.config.train
@@ -466,12 +467,12 @@ class Trainer:
             step: counted from 0.
         """
         start_s = time.perf_counter()
-        batches = self.batches.batch(step - self.first_step)
+        batches = [self.ranks.sliced(batch) for batch in self.batches.batch(step - self.first_step)]
         own = [self.ranks.counts * sum(getattr(batch, kind) for batch in batches) for kind in ("targets", "size")]
         targets, tokens = (int(count) for count in self.ranks.sum(own, np.int64))
         lr = self.schedule(step)
         set_lr(self.optimizer, lr)
-        nll = self._accumulate(batches, StepWeights(targets, len(batches), self.ranks.data_ranks))
+        nll = self._accumulate(batches, StepWeights(targets, len(batches), self.ranks.data_ranks * self.ranks.slices))
         self.scaler.unscale_(self.optimizer)
         grad_norm = self._clip()
         self._update(self._not_finite(nll, grad_norm))
@@ -544,7 +545,7 @@ class Trainer:
         elif self.config.train.optimizer_in_backward or not skips.item():
             optimizer.step()
 
-    def _accumulate(self, batches: tuple[MicroBatch, ...], weights: StepWeights) -> Tensor:
+    def _accumulate(self, batches: Sequence[MicroBatch], weights: StepWeights) -> Tensor:
         """Run forward and backward of every micro-batch; return this rank's summed negative log-likelihood (0-d
         fp32)."""
         nll = torch.zeros((), device=self.ranks.device)

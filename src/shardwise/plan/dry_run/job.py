@@ -49,6 +49,8 @@ class Job(RunSettings, Machines):
             raise ConfigError(
                 f"activation_checkpointing='offload' is forecast only for shardwise, not {self.engine}; use 'full'"
             )
+        if self.cp > 1:
+            raise ConfigError(f"cp={self.cp}: context parallelism cannot be forecast yet; leave it out")
         self._check_tensor_axis()
         self._check_shard_group()
         self._check_resharding()

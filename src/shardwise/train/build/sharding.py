@@ -36,6 +36,11 @@ def shard_model(
             f"parallel.tp={config.tp}: {type(model).__name__} has no tensor-parallel plan, which a model of your own "
             "states as a dict of torch's ParallelStyles by names of modules in its attribute tp_plan: leave tp out"
         )
+    if config.cp > 1 and not hasattr(model, "set_attn_implementation"):
+        raise ConfigError(
+            f"parallel.cp={config.cp}: {type(model).__name__} is not a transformers model, whose attention can be told "
+            "of slices of sequences: leave cp out"
+        )
     arguments = {name: getattr(config, one.key.partition(".")[2]) for name, one in SHARD.items() if one.key}
     arguments |= {
         "mesh": _mesh(config, ranks),
@@ -89,13 +94,14 @@ def blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _mesh(config: ParallelConfig, ranks: Ranks) -> DeviceMesh | None:
-    """Return a mesh if a shard group or a tensor-parallel group is configured; None leaves it to the strategy. Every
+    """Return a mesh if a shard group or another axis is configured; None leaves it to the strategy. Every
     rank must call this."""
     is_hybrid, group = config.strategy in HYBRID_STRATEGIES, config.shard_group
-    if ranks.world_size == 1 or not (config.tp > 1 or (is_hybrid and group)):
+    if ranks.world_size == 1 or not (config.ranks_per_batch > 1 or (is_hybrid and group)):
         return None
-    group = group or max(1, ranks.per_host // config.tp)
-    return sw.mesh(config.data_ranks(ranks.world_size) // group if is_hybrid else 1, tp=config.tp)
+    group = group or max(1, ranks.per_host // config.ranks_per_batch)
+    copies = config.data_ranks(ranks.world_size) // group if is_hybrid else 1
+    return sw.mesh(copies, cp=config.cp, tp=config.tp)
 
 
 def _units(model: nn.Module, units: int | Sequence[str] | None) -> int | set[type[nn.Module]] | None:

@@ -29,7 +29,7 @@ from shardwise.policy.offload import PLACES
 from shardwise.policy.places import Places
 from shardwise.policy.settings import AUTO, RUN, Setting, words
 from shardwise.suggest import divisors
-from shardwise.train.config.tasks import TaskName
+from shardwise.train.config.tasks import DEFAULT, TaskName
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 HYBRID_STRATEGIES = frozenset(one.value for one in Strategy if one.sharded and one.replicated)
@@ -420,7 +420,7 @@ class ParallelConfig(_section("parallel")):  # type: ignore[misc]  # made from t
     @property
     def ranks_per_batch(self) -> int:
         """The number of consecutive ranks that work on the same batch."""
-        return int(self.tp)
+        return int(self.cp * self.tp)
 
     def data_ranks(self, world_size: int) -> int:
         """Return the number of different batches that so many ranks work on at once: of copies x shards."""
@@ -578,22 +578,24 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _is_tensor_parallel_with_what_can_be(self) -> Self:
-        tp = self.parallel.tp
-        if tp == 1:
-            return self
-        offloaded = next((f"offload.{kind}" for kind in PLACES if getattr(self.offload, kind) is not None), None)
-        found = {
-            str(offloaded): offloaded is not None,
-            f'train.optimizer = "{self.train.optimizer}"': self.train.optimizer in {"adamw-8bit", "muon"},
-            f"lora.r = {self.lora.r}": self.lora.r > 0,
-            "train.compile": self.train.compile,
-            'parallel.strategy = "auto"': self.parallel.strategy == AUTO,
-            'parallel.backend = "jax"': self.parallel.backend == "jax",
+    def _has_axes_with_what_can_be(self) -> Self:
+        parallel, train = self.parallel, self.train
+        places = [f"offload.{kind}" for kind in PLACES if getattr(self.offload, kind) is not None]
+        with_neither = {
+            'parallel.strategy = "auto"': parallel.strategy == AUTO,
+            'parallel.backend = "jax"': parallel.backend == "jax",
         }
-        wrong = next((setting for setting, asked in found.items() if asked), None)
-        if wrong is not None:
-            raise ValueError(f"parallel.tp = {tp} does not work with {wrong} yet: leave one of them out")
+        with_tp = {
+            **dict.fromkeys(places, True),
+            f'train.optimizer = "{train.optimizer}"': train.optimizer in {"adamw-8bit", "muon"},
+            f"lora.r = {self.lora.r}": self.lora.r > 0,
+            "train.compile": train.compile,
+        }
+        with_cp = {f'model.task = "{self.model.task}"': self.model.task not in {None, DEFAULT}}
+        for axis, size, found in (("tp", parallel.tp, with_tp), ("cp", parallel.cp, with_cp)):
+            wrong = next((setting for setting, asked in {**found, **with_neither}.items() if asked), None)
+            if size > 1 and wrong is not None:
+                raise ValueError(f"parallel.{axis} = {size} does not work with {wrong} yet: leave one of them out")
         return self
 
     @property
@@ -644,21 +646,22 @@ class Config(Section):
 
 def _over(parallel: ParallelConfig) -> str:
     """Return what the number of ranks is divided by to get the number of data ranks, in words."""
-    return "" if parallel.tp == 1 else " / tp"
+    return "".join(f" / {axis}" for axis in ("cp", "tp") if getattr(parallel, axis) > 1)
 
 
 def _fitted(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
     """Return the section with the shard group that follows from the copies. Raises MeshError if sizes do not fit the
     ranks or the strategy."""
-    if world_size % parallel.tp:
+    if world_size % parallel.ranks_per_batch:
+        asked = " x ".join(f"{axis}={getattr(parallel, axis)}" for axis in ("cp", "tp") if getattr(parallel, axis) > 1)
         raise MeshError(
-            f"parallel.tp={parallel.tp} does not divide the {world_size} ranks; use one of {divisors(world_size)} or "
+            f"parallel.{asked} does not divide the {world_size} ranks; use one of {divisors(world_size)} or "
             "another number of ranks"
         )
     copies, group, data_ranks = parallel.dp_replicate, parallel.shard_group, parallel.data_ranks(world_size)
     if copies > 1:
         if data_ranks % copies or group not in {None, data_ranks // copies}:
-            sizes = {"dp_replicate": copies, "shard_group": group, "tp": parallel.tp}
+            sizes = {"dp_replicate": copies, "shard_group": group, "cp": parallel.cp, "tp": parallel.tp}
             asked = " x ".join(f"{name}={size}" for name, size in sizes.items() if size not in {None, 1})
             way = "be" if group else "divide"
             raise MeshError(f"parallel.{asked}: the product must {way} the number of ranks, {world_size}")
@@ -675,8 +678,9 @@ def _fitted(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
 
 def _check_groups(parallel: ParallelConfig, data_ranks: int) -> None:
     group, ranks = parallel.shard_group, f"{data_ranks} ranks"
-    if parallel.tp > 1:
-        ranks = f"{data_ranks} data ranks ({data_ranks * parallel.tp} / tp={parallel.tp})"
+    if parallel.ranks_per_batch > 1:
+        over = "".join(f" / {axis}={getattr(parallel, axis)}" for axis in ("cp", "tp") if getattr(parallel, axis) > 1)
+        ranks = f"{data_ranks} data ranks ({data_ranks * parallel.ranks_per_batch}{over})"
     if group is not None:
         if data_ranks % group:
             raise MeshError(
@@ -690,7 +694,7 @@ def _check_groups(parallel: ParallelConfig, data_ranks: int) -> None:
                 f"{parallel.strategy} always uses {expected} of {ranks}"
             )
     smaller = parallel.reshard_after_forward
-    whole = group or data_ranks
+    whole = (group or data_ranks) * parallel.cp
     if smaller is not None and not isinstance(smaller, bool) and whole % smaller:
         raise MeshError(
             f"parallel.reshard_after_forward={smaller} does not divide the shard group of {whole} ranks; "

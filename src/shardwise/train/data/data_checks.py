@@ -72,14 +72,18 @@ def check_model(model: ModelConfig, data: DataConfig) -> None:
     check_fits(_whole(described.get("vocab_size")), _whole(described.get("n_positions")), vocabulary, data.seq_len)
 
 
-def check_heads(model: ModelConfig, tp: int) -> None:
-    """Raise ConfigError if a model that is given by a configuration has heads of attention that `parallel.tp` does not
-    divide; the ranks check all others."""
+def check_axes(model: ModelConfig, tp: int, cp: int) -> None:
+    """Raise ConfigError if a model that is given by a configuration has heads of attention that `parallel.tp` or `cp`
+    does not divide, which the ranks check of all others; or if `cp` is to divide what is no row of next tokens."""
+    if cp > 1 and model.task not in {None, DEFAULT}:
+        raise ConfigError(f'parallel.cp={cp} divides the sequences of causal language models, not of "{model.task}"')
     described = _described(model)
-    for key in ("num_attention_heads", "num_key_value_heads"):
+    over = {"num_attention_heads": tp * cp, "num_key_value_heads": tp}
+    for key, ranks in over.items():
         heads = _whole(described.get(key))
-        if heads is not None and heads % tp:
-            raise ConfigError(f"parallel.tp={tp} does not divide the model's {key}={heads}")
+        if heads is not None and heads % ranks:
+            asked = f"tp={tp}" if ranks == tp else f"tp={tp} x cp={cp}" if tp > 1 else f"cp={cp}"
+            raise ConfigError(f"parallel.{asked} does not divide the model's {key}={heads}")
 
 
 def check_fits(vocab_size: int | None, positions: int | None, needed: int | None, seq_len: int) -> None:

@@ -35,6 +35,23 @@ class MicroBatch:
         """
         return cls(inputs, labels, int((labels[:, 1:] != IGNORED).sum()))
 
+    def sliced(self, own: int, slices: int) -> Self:
+        """Return one of equal slices of the sequences of next tokens. Its labels are shifted: each token's next one.
+
+        Sequences are padded to a multiple of the slices with zeros, which come after all targets.
+        """
+        ids = self.inputs["input_ids"]
+        rows, length = ids.shape
+        each = -(-length // slices)
+
+        def cut(array: NDArray[Any], filler: int = 0) -> NDArray[Any]:
+            padding = [(0, 0), (0, each * slices - length), *[(0, 0)] * (array.ndim - 2)]
+            return np.pad(array, padding, constant_values=filler)[:, own * each : (own + 1) * each]
+
+        inputs = {name: cut(one) if one.shape[:2] == (rows, length) else one for name, one in self.inputs.items()}
+        labels = cut(np.pad(self.labels, [(0, 0), (0, 1)], constant_values=IGNORED)[:, 1:], IGNORED)
+        return type(self)(inputs, labels, int((labels != IGNORED).sum()))
+
     @property
     def size(self) -> int:
         """Number of token positions that the model processes, a decoder's included; the number of rows where it reads

@@ -19,6 +19,7 @@ from shardwise import accelerators, device_tools
 from shardwise.comm.backends.tree_channel import TreeChannel, channel_of
 from shardwise.errors import MeshError
 from shardwise.together import Combine, Together
+from shardwise.train.data.micro_batch import MicroBatch
 from shardwise.train.process.interruption import Interrupted
 
 T = TypeVar("T")
@@ -32,7 +33,9 @@ class Ranks(Together):
     world_size: int
     device: torch.device
     per_batch: int = 1
-    """Number of consecutive ranks that work on the same batch, such as those of a tensor-parallel group."""
+    """Number of consecutive ranks that work on the same batch."""
+    per_slice: int = 1
+    """Number of consecutive ranks, of those, that work on the same tokens of it: a tensor-parallel group."""
     _channels: list[TreeChannel] = field(default_factory=list, init=False, repr=False, compare=False)
     """Empty until the first exchange, then one channel. A list, because the class is frozen."""
 
@@ -47,15 +50,29 @@ class Ranks(Together):
         return self.rank // self.per_batch
 
     @property
+    def slices(self) -> int:
+        """Number of slices that a batch's sequences are divided into."""
+        return self.per_batch // self.per_slice
+
+    @property
+    def own_slice(self) -> int:
+        """Number of the slice, of those, that this rank works on."""
+        return self.rank // self.per_slice % self.slices
+
+    def sliced(self, batch: MicroBatch) -> MicroBatch:
+        """Return this rank's slice of a batch of its data rank."""
+        return batch if self.slices == 1 else batch.sliced(self.own_slice, self.slices)
+
+    @property
     def per_host(self) -> int:
         """Number of ranks on this host, as torchrun says; without it, of all."""
         return min(int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)), self.world_size)
 
     @property
     def counts(self) -> int:
-        """1 on the first of the ranks that work on one batch, else 0: multiplied by it, a batch's numbers are added
+        """1 on the first of the ranks that work on the same tokens, else 0: multiplied by it, tokens' numbers are added
         once."""
-        return int(self.rank % self.per_batch == 0)
+        return int(self.rank % self.per_slice == 0)
 
     def sum(self, values: Sequence[float], dtype: type[np.generic] = np.float64) -> list[float]:
         """Return elementwise sums over all ranks, the same on every rank. Every rank must call this.
@@ -87,7 +104,7 @@ class Ranks(Together):
 
 
 @contextmanager
-def started(per_batch: int = 1) -> Iterator[Ranks]:
+def started(per_batch: int = 1, per_slice: int = 1) -> Iterator[Ranks]:
     """Join the other ranks for the duration of a run, as torchrun's environment says; without it, run as one rank.
 
     Uses the backend made for this rank's device: nccl for a GPU, gloo for a CPU. Every rank must enter. An existing
@@ -97,7 +114,7 @@ def started(per_batch: int = 1) -> Iterator[Ranks]:
     process.
 
     Args:
-        per_batch: as `Ranks.per_batch`.
+        per_batch, per_slice: as those of `Ranks`.
 
     Raises:
         MeshError: two ranks of one host have the same accelerator. Raised on every rank.
@@ -107,7 +124,8 @@ def started(per_batch: int = 1) -> Iterator[Ranks]:
     if launched:
         dist.init_process_group(accelerators.backend_for(device))
     joined = dist.is_initialized()
-    ranks = Ranks(dist.get_rank() if joined else 0, dist.get_world_size() if joined else 1, device, per_batch)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+    ranks = Ranks(rank, world_size, device, per_batch, per_slice)
     _refuse_shared_device(ranks)
     try:
         yield ranks

@@ -13,7 +13,7 @@ from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import ANSWER_METRICS, Config
 from shardwise.train.config.tasks import DEFAULT
-from shardwise.train.data.data_checks import check_data, check_heads, check_model
+from shardwise.train.data.data_checks import check_axes, check_data, check_model
 from shardwise.train.data.model_files import settled
 from shardwise.train.data.questions import read_questions
 
@@ -116,7 +116,7 @@ def _with_files(config: Config) -> Config:
     config = settled(config)
     check_data(config.data, config.model.task or DEFAULT)
     check_model(config.model, config.data)
-    check_heads(config.model, config.parallel.tp)
+    check_axes(config.model, config.parallel.tp, config.parallel.cp)
     if config.eval.generate is not None:
         read_questions(config)
     return config

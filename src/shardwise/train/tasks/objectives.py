@@ -69,10 +69,12 @@ def next_token_nll(logits: Tensor, labels: Tensor) -> Tensor:
 class NextToken:
     """Each token from those before it."""
 
+    shifted: bool = False
+    """Whether labels are each token's next one already, as those of slices are (`MicroBatch.sliced`)."""
     counts: ClassVar[str] = "tokens"
 
     def nll(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return next_token_nll(logits, labels)
+        return same_position_nll(logits, labels) if self.shifted else next_token_nll(logits, labels)
 
     def scores(self, logits: Tensor, labels: Tensor) -> Tensor:
         return torch.zeros(0, dtype=torch.int64)
