@@ -143,6 +143,7 @@ def test_settings_and_keys_translate_into_one_another() -> None:
         "reshard_after_forward": None,
         "slots": 4,
         "shard_group": 2,
+        "cp": None,
         "tp": None,
     }
     found = values_in(tree)
