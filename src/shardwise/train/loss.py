@@ -199,7 +199,7 @@ def evaluate(
     model.eval()
     nll, targets, scores = 0.0, 0.0, torch.zeros(0, dtype=torch.int64)
     with torch.no_grad():
-        for batch in map(ranks.sliced, batches):
+        for batch in (whole.sliced(ranks.own_slice, ranks.slices) for whole in batches):
             if interruption.agreed:
                 break
             own, own_scores = loss_function.evaluated(model, DeviceBatch.of(batch, ranks.device))

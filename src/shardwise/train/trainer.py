@@ -467,7 +467,8 @@ class Trainer:
             step: counted from 0.
         """
         start_s = time.perf_counter()
-        batches = [self.ranks.sliced(batch) for batch in self.batches.batch(step - self.first_step)]
+        own_slice = self.ranks.own_slice, self.ranks.slices
+        batches = [batch.sliced(*own_slice) for batch in self.batches.batch(step - self.first_step)]
         own = [self.ranks.counts * sum(getattr(batch, kind) for batch in batches) for kind in ("targets", "size")]
         targets, tokens = (int(count) for count in self.ranks.sum(own, np.int64))
         lr = self.schedule(step)

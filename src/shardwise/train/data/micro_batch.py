@@ -38,8 +38,11 @@ class MicroBatch:
     def sliced(self, own: int, slices: int) -> Self:
         """Return one of equal slices of the sequences of next tokens. Its labels are shifted: each token's next one.
 
-        Sequences are padded to a multiple of the slices with zeros, which come after all targets.
+        Sequences are padded to a multiple of the slices with zeros, which come after all targets. With one slice, this
+        batch, as it is.
         """
+        if slices == 1:
+            return self
         ids = self.inputs["input_ids"]
         rows, length = ids.shape
         each = -(-length // slices)

@@ -19,7 +19,6 @@ from shardwise import accelerators, device_tools
 from shardwise.comm.backends.tree_channel import TreeChannel, channel_of
 from shardwise.errors import MeshError
 from shardwise.together import Combine, Together
-from shardwise.train.data.micro_batch import MicroBatch
 from shardwise.train.process.interruption import Interrupted
 
 T = TypeVar("T")
@@ -58,10 +57,6 @@ class Ranks(Together):
     def own_slice(self) -> int:
         """Number of the slice, of those, that this rank works on."""
         return self.rank // self.per_slice % self.slices
-
-    def sliced(self, batch: MicroBatch) -> MicroBatch:
-        """Return this rank's slice of a batch of its data rank."""
-        return batch if self.slices == 1 else batch.sliced(self.own_slice, self.slices)
 
     @property
     def per_host(self) -> int:
