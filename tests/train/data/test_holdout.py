@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError
 from shardwise.train.data.documents import Document
 from shardwise.train.data.holdout import hold_out
+from shardwise.train.data.micro_batch import Part
 from shardwise.train.data.tables import Table
 
 keys = st.lists(st.text(min_size=1, max_size=8), min_size=2, max_size=40, unique=True)
@@ -57,4 +58,4 @@ def test_a_single_example_cannot_be_divided() -> None:
 
 def test_a_table_without_rows_has_none_to_train_on() -> None:
     with pytest.raises(ConfigError, match=r"data.source='rows.jsonl' has no row to train on"):
-        Table(None, [], "rows.jsonl").split(0.1)
+        Table(None, [], ["rows.jsonl"], [Part(0, 1.0)]).split(0.1)

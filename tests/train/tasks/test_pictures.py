@@ -11,6 +11,7 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.train.config.schema import ModelConfig
+from shardwise.train.data.batches import Batches, Share
 from shardwise.train.data.micro_batch import IGNORED, Draw
 from shardwise.train.tasks.loading import load_task
 from shardwise.train.tasks.pictures import image_processor
@@ -95,6 +96,19 @@ def test_paths_and_folders_are_the_same_pictures(tmp_path: Path) -> None:
     filled = named.train.micro_batch([Draw(8, 0), Draw(9, 1)])
     assert filled.labels[1] == IGNORED
     assert filled.targets == 1
+
+
+def test_several_sources_are_drawn_from_by_weight(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_parquet("pictures.parquet")
+    rows.filter(lambda row: row["label"] == "red").to_parquet("red.parquet")
+    rows.filter(lambda row: row["label"] != "red").to_parquet("others.parquet")
+    sources = '[[data.sources]]\nsource = "red.parquet"\nweight = 4.0\n[[data.sources]]\nsource = "others.parquet"\n'
+    (tmp_path / "run.toml").write_text(CONFIG.replace('source = "pictures.parquet"\n', "") + sources)
+    task = load_task(configured(tmp_path))
+    drawn = Batches(task.train, Share(0, 1, 4), 80, 0).batch(0)
+    labels = [task.shape.labels[label] for micro in drawn for label in micro.labels.tolist()]
+    assert abs(labels.count("red") - 64) <= 2
+    assert {"red", "blue"} < set(labels)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ import torch
 from shardwise.cli.app import run as command
 from shardwise.errors import ConfigError
 from shardwise.toml_text import toml_value
-from shardwise.train.data.micro_batch import IGNORED, Draw
+from shardwise.train.data.batches import Batches, EvaluationBatches, Share
+from shardwise.train.data.micro_batch import IGNORED, Draw, MicroBatch
+from shardwise.train.data.questions import read_questions
+from shardwise.train.tasks.examples import Examples
 from shardwise.train.tasks.loading import load_task
 from shardwise.train.tasks.objectives import Entities, tags_objective
 from tests.ranks import RankPools
@@ -124,6 +129,85 @@ def test_a_run_goes_on_with_the_same_rows_on_other_ranks(
     train(str(tmp_path), *steps, "log.name=parts")
     whole, parts = (losses(tmp_path / "runs" / name) for name in ("whole", "parts"))
     assert parts == pytest.approx(whole, rel=1e-4)
+
+
+SOURCES = """
+[[data.sources]]
+source = "a.parquet"
+weight = 3.0
+[[data.sources]]
+source = "z.parquet"
+"""
+
+
+def two_sources(tmp_path: Path, task: str, model: str) -> None:
+    """Write a source of rows of a, and one of fewer rows of z, which are drawn 3 to 1."""
+    made = {"a": 40, "z": 12}
+    for letter, count in made.items():
+        texts = [letter * (3 + row % 5) for row in range(count)]
+        labels = [["no", "yes"][row % 2] for row in range(count)]
+        rows = {"text": texts, "label": labels, "target": texts, "tokens": [[text] for text in texts]}
+        rows["tags"] = [[label] for label in labels]
+        datasets.Dataset.from_dict(rows).to_parquet(f"{letter}.parquet")
+    run = f'{model}\n[model]\ntask = "{task}"\n{REST}'.replace('source = "rows.jsonl"', "") + SOURCES
+    (tmp_path / "run.toml").write_text(run)
+
+
+@pytest.mark.parametrize(
+    ("task", "model"),
+    [("sequence-classification", BERT), ("token-classification", BERT), ("masked-lm", BERT), ("seq2seq-lm", T5)],
+)
+def test_several_sources_are_drawn_from_by_weight(task: str, model: str, tmp_path: Path) -> None:
+    two_sources(tmp_path, task, model)
+    config = configured(tmp_path)
+    found = load_task(config)
+
+    def letters(batches: Iterable[MicroBatch]) -> Counter[str]:
+        ids = [row for micro in batches for row in micro.inputs["input_ids"].tolist()]
+        return Counter("a" if row.count(ord("a")) > row.count(ord("z")) else "z" for row in ids)
+
+    assert isinstance(found.train, Examples)
+    assert [part.weight for part in found.train.parts] == [3, 1]
+    assert sum(part.rows for part in found.train.parts) == len(found.train)
+    whole = letters(Batches(found.train, Share(0, 1, 4), 80, 0).batch(0))
+    assert abs(whole["a"] - 60) <= 2
+    assert letters(EvaluationBatches(found.held_out, Share(0, 1, 1))).keys() == {"a", "z"}
+    assert "  z.parquet: " in found.says[2]
+    assert found.says[2].endswith("25.0% of those that are drawn")
+    other = [one.model_copy(update={"weight": 1.0}) for one in config.data.each_source]
+    even = config.model_copy(update={"data": config.data.model_copy(update={"sources": other})})
+    assert str(load_task(even)) != str(found)
+
+
+def test_questions_are_not_those_of_several_sources(tmp_path: Path) -> None:
+    two_sources(tmp_path, "seq2seq-lm", T5)
+    Path("asked.jsonl").write_text('{"text": "q", "target": "t"}\n')
+    (asked,) = read_questions(configured(tmp_path, "eval.generate=asked.jsonl"))
+    assert (asked.prompt, asked.reference) == ("q", "t")
+
+
+@pytest.mark.slow
+def test_a_run_on_several_sources_goes_on_at_another_number_of_ranks(tmp_path: Path, ranks: RankPools) -> None:
+    two_sources(tmp_path, "masked-lm", BERT)
+    steps = ("checkpoint.every=3", "train.schedule=constant", "data.eval_fraction=0")
+    train(str(tmp_path), *steps, "log.name=whole")
+    ranks(2).run(train, str(tmp_path), *steps, "train.steps=3", "log.name=parts")
+    train(str(tmp_path), *steps, "log.name=parts")
+    whole, parts = (losses(tmp_path / "runs" / name) for name in ("whole", "parts"))
+    assert parts == pytest.approx(whole, rel=1e-4)
+
+
+def test_sources_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    two_sources(tmp_path, "sequence-classification", BERT)
+    datasets.Dataset.from_dict({"text": ["z", "zz"], "label": [0, 1]}).to_parquet("z.parquet")
+    with pytest.raises(ConfigError, match=r"data\.source='a\.parquet, z\.parquet': not all have the same columns"):
+        load_task(configured(tmp_path))
+    datasets.Dataset.from_dict({"text": ["z"], "label": ["no"]}).to_parquet("z.parquet")
+    with pytest.raises(ConfigError, match=r"only one example \(z\.parquet:1\)"):
+        load_task(configured(tmp_path))
+    Path("z.parquet").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"data\.source='z\.parquet' has no rows"):
+        load_task(configured(tmp_path))
 
 
 def test_a_decoder_that_looks_for_a_rows_last_token_takes_rows_that_fill_up_a_batch(tmp_path: Path) -> None:

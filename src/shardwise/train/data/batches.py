@@ -195,10 +195,9 @@ class RowSamples:
     def __init__(self, rows: Rows, seed: int, start: Position | None) -> None:
         """Arguments and errors as for `Batches`."""
         self._rows = rows
-        parts = rows.parts if isinstance(rows, PackedRows) else ()
         self._order = (
-            Mixture([part.rows for part in parts], [part.weight for part in parts], seed, rows.digest)
-            if parts
+            Mixture([part.rows for part in rows.parts], [part.weight for part in rows.parts], seed, rows.digest)
+            if rows.parts
             else Order(len(rows), seed, rows.digest)
         )
         self.first = 0 if start is None else self._order.sample(start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -76,10 +76,26 @@ class Draw(NamedTuple):
     number, and so not on ranks."""
 
 
+class Part(NamedTuple):
+    """Rows of one source among several."""
+
+    rows: int
+    weight: float
+
+
+def parts_in_words(parts: Sequence[Part]) -> str:
+    """Return what is put before rows in their digest: nothing for rows of a single source."""
+    return "".join(f" {rows}x{weight!r}" for rows, weight in parts)
+
+
 class Rows(Protocol):
     """Rows that batches are made of."""
 
     def __len__(self) -> int: ...
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The sources that the rows are from, in order; empty where all rows are drawn alike."""
 
     @property
     def digest(self) -> str:

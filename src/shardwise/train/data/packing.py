@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import xxhash
@@ -24,14 +24,7 @@ from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
 from shardwise.train.data.encoding import EncodedDocument
-from shardwise.train.data.micro_batch import IGNORED, Draw, MicroBatch
-
-
-class Part(NamedTuple):
-    """Rows of one source among several."""
-
-    rows: int
-    weight: float
+from shardwise.train.data.micro_batch import IGNORED, Draw, MicroBatch, Part, parts_in_words
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,8 +53,7 @@ class PackedRows:
     @property
     def digest(self) -> str:
         """A short text that identifies the rows: a hash over all of them, computed at each call."""
-        parts = "".join(f" {rows}x{weight!r}" for rows, weight in self.parts)
-        state = xxhash.xxh3_64(f"{self.ids.shape}{parts}".encode())
+        state = xxhash.xxh3_64(f"{self.ids.shape}{parts_in_words(self.parts)}".encode())
         for array in (self.ids, self.is_target):
             state.update(np.ascontiguousarray(array).data)
         return state.hexdigest()

@@ -68,7 +68,7 @@ def _asked(source: str) -> Iterator[Question]:
 
 
 def _read(config: Config, source: str) -> Iterator[Question]:
-    named = {"source": source, "split": None, "subset": None, "format": None}
+    named = {"source": source, "sources": None, "split": None, "subset": None, "format": None}
     table = read_table(config.data.model_copy(update=named), "a text and a target")
     columns = (table.texts(table.column(*names)) for names in (SOURCES, TARGETS))
     yield from (Question(*pair) for pair in zip(*columns, strict=True))

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.errors import ConfigError, one_line
 from shardwise.hub import hub_name
 from shardwise.train.config.files import reading
-from shardwise.train.config.schema import DataConfig
+from shardwise.train.config.schema import DataConfig, SourceConfig
 from shardwise.train.data.corpus import BUILTIN_PREFIX
 from shardwise.train.data.holdout import is_held_out
 from shardwise.train.data.hub_rows import key_of, prepare
+from shardwise.train.data.micro_batch import Part
 from shardwise.train.data.sources import find_files, folder_of_pictures, format_of, is_saved, saved_table, table_of
 
 SOURCES, TARGETS = ("text", "source", "document", "prompt"), ("target", "summary", "completion")
@@ -21,15 +22,27 @@ SOURCES, TARGETS = ("text", "source", "document", "prompt"), ("target", "summary
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 
 
+class TableSplit(NamedTuple):
+    """Rows of a table, by their places in it; none is in both."""
+
+    train: list[int]
+    held_out: list[int]
+    parts: tuple[Part, ...]
+    """The sources of those to train on, as `Rows.parts`."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """The rows of a source."""
+    """The rows of one source, or of several, one after another."""
 
     rows: Any
     """A `datasets.Dataset`: memory-mapped, with its columns' types in `features`."""
     keys: list[str]
     """By row, a stable name. Its hash decides whether the row is held out, and errors begin with it."""
-    source: str
+    names: Sequence[str]
+    """By source, its name."""
+    parts: Sequence[Part]
+    """By source, its rows."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -43,7 +56,7 @@ class Table:
         found = self.find(*names)
         if found is None:
             raise ConfigError(
-                f"data.source={self.source!r}: rows need {' or '.join(names)}; these have "
+                f"data.source={', '.join(self.names)!r}: rows need {' or '.join(names)}; these have "
                 f"{', '.join(self.rows.column_names)}"
             )
         return found
@@ -56,43 +69,56 @@ class Table:
                 raise ConfigError(f"{key}: {column} must be text, not {str(value)[:80]!r}")
         return values
 
-    def split(self, fraction: float) -> tuple[list[int], list[int]]:
-        """Return the rows to train on and those that are held out: as `hold_out` does for documents.
+    def split(self, fraction: float) -> TableSplit:
+        """Return the rows to train on and those that are held out: as `hold_out` does for documents, of each source by
+        itself.
 
-        Raises ConfigError if no row is left to train on, as with a single one.
+        Raises ConfigError if no row of a source is left to train on, as with a single one.
         """
-        if not len(self):
-            raise ConfigError(f"data.source={self.source!r} has no row to train on")
-        if fraction and len(self) == 1:
-            raise ConfigError(
-                f"data.eval_fraction={fraction}: the source has only one example ({self.keys[0]}), which cannot be "
-                "held out; set eval_fraction=0"
-            )
-        held = is_held_out(self.keys, fraction)
-        return [row for row, out in enumerate(held) if not out], [row for row, out in enumerate(held) if out]
+        train, held_out, parts = list[int](), list[int](), list[Part]()
+        end = 0
+        for source, part in zip(self.names, self.parts, strict=True):
+            keys = self.keys[end : end + part.rows]
+            if not keys:
+                raise ConfigError(f"data.source={source!r} has no row to train on")
+            if fraction and len(keys) == 1:
+                raise ConfigError(
+                    f"data.eval_fraction={fraction}: the source has only one example ({keys[0]}), which cannot be held "
+                    "out; set eval_fraction=0"
+                )
+            held = is_held_out(keys, fraction)
+            train += [row for row, out in enumerate(held, end) if not out]
+            held_out += [row for row, out in enumerate(held, end) if out]
+            parts.append(Part(held.count(False), part.weight))
+            end += part.rows
+        return TableSplit(train, held_out, tuple(parts) if len(parts) > 1 else ())
 
 
 def read_table(config: DataConfig, fields: str) -> Table:
-    """Return the rows of a source. Files of several formats may lie side by side, if they have the same columns.
+    """Return the rows of one or several sources. Files of several formats may lie side by side, if they have the same
+    columns.
 
     Args:
         config: the section `[data]`.
         fields: what a row needs, for errors about sources that have no rows.
 
     Raises:
-        ConfigError: the source has no rows, or files of it cannot be read or have other columns than others.
-        HubError: the source is a data set of a hub that cannot be fetched.
+        ConfigError: a source has no rows, or files of it cannot be read or have other columns than others.
+        HubError: a source is a data set of a hub that cannot be fetched.
     """
-    tables, keys = [], list[str]()
-    for name, table in _tables(config, fields):
-        tables.append(table)
-        keys += [f"{name}:{number}" for number in range(1, len(table) + 1)]
-    if not keys:
-        raise ConfigError(f"data.source={config.source!r} has no rows")
-    return Table(_joined(tables, config.source), keys, config.source)
+    tables, keys, parts = list[Any](), list[str](), list[Part]()
+    for source in config.each_source:
+        before = len(keys)
+        for name, table in _tables(source, fields):
+            tables.append(table)
+            keys += [f"{name}:{number}" for number in range(1, len(table) + 1)]
+        if len(keys) == before:
+            raise ConfigError(f"data.source={source.source!r} has no rows")
+        parts.append(Part(len(keys) - before, source.weight))
+    return Table(_joined(tables, config.named), keys, [one.source for one in config.each_source], parts)
 
 
-def _tables(config: DataConfig, fields: str) -> list[tuple[str, Any]]:
+def _tables(config: SourceConfig, fields: str) -> list[tuple[str, Any]]:
     """Return the tables of a source, each with the name that its rows' keys begin with."""
     source = config.source
     name = hub_name(source)
@@ -122,6 +148,4 @@ def _joined(tables: Sequence[Any], source: str) -> Any:
     try:
         return there[0] if len(there) == 1 else datasets.concatenate_datasets(there)
     except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"data.source={source!r}: its files do not have the same columns: {one_line(error)[:200]}"
-        ) from None
+        raise ConfigError(f"data.source={source!r}: not all have the same columns: {one_line(error)[:200]}") from None

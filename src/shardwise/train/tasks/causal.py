@@ -9,12 +9,10 @@ from shardwise.hub import shown
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config, DataConfig
 from shardwise.train.data.batches import Datasets, load_datasets
-from shardwise.train.data.packing import PackedRows
-from shardwise.train.data.streaming import Stream
 from shardwise.train.data.tokenizer import in_words
 from shardwise.train.output.sample import sample_text
 from shardwise.train.tasks.objectives import NextToken
-from shardwise.train.tasks.task import Task
+from shardwise.train.tasks.task import Task, shares
 
 _FEW_TARGETS = 0.5
 """Share of tokens that are targets below which the run prints a note."""
@@ -39,21 +37,9 @@ def load(config: Config) -> Task:
 def _says(config: DataConfig, data: Datasets) -> Iterator[str]:
     length = f"up to {config.block_mib} MiB" if config.streaming else f"{config.seq_len} tokens"
     yield f"{shown(config.named)}: {data.size} of {length} to train on, {len(data.held_out):,} rows held out"
-    yield from _shares(config, data.train)
+    yield from shares(config, data.train)
     their, of = ("the first block's", " of the first block") if config.streaming else ("their", "")
     if data.learnt < _FEW_TARGETS:
         yield f"{data.learnt:.0%} of {their} tokens are learnt, the rest is padding or prompts; all of them take time"
     if data.truncated:
         yield f"{data.truncated} examples{of} are longer than seq_len={config.seq_len} and are cut at the end"
-
-
-def _shares(config: DataConfig, train: PackedRows | Stream[PackedRows]) -> Iterator[str]:
-    """Yield a line on each of several sources."""
-    if isinstance(train, Stream):
-        parts = [(f"{source.blocks:,} blocks", source.weight) for source in train.sources]
-    else:
-        parts = [(f"{part.rows:,} rows", part.weight) for part in train.parts]
-    if len(parts) > 1:
-        whole = sum(weight for _, weight in parts)
-        for source, (size, weight) in zip(config.each_source, parts, strict=True):
-            yield f"  {shown(source.source)}: {size}, {weight / whole:.1%} of those that are drawn"

@@ -17,7 +17,7 @@ from shardwise.train.tasks.examples import counted
 from shardwise.train.tasks.objectives import NextToken
 from shardwise.train.tasks.pictures import PictureRows, Pictures, check_pillow
 from shardwise.train.tasks.processors import Pretrained
-from shardwise.train.tasks.task import Task
+from shardwise.train.tasks.task import Task, shares
 
 _FIELDS = "a picture (image or images) and messages, or prompt and completion"
 
@@ -33,9 +33,10 @@ def image_text_to_text(config: Config) -> Task:
         tokenizer.pad_token = tokenizer.eos_token
     pictures = Pictures.of(table, table.column("images", "image"))
     texts = [_rendered(processor, _messages(table, row), pictures, row) for row in range(len(table))]
+    split = table.split(config.data.eval_fraction)
     train, held_out = (
-        Conversations(pictures, rows, [texts[row] for row in rows], processor)
-        for rows in table.split(config.data.eval_fraction)
+        Conversations(pictures, rows, [texts[row] for row in rows], processor, parts)
+        for rows, parts in ((split.train, split.parts), (split.held_out, ()))
     )
     said = f"{len(train):,} conversations about pictures to train on, {len(held_out):,} held out"
     end_id = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
@@ -46,7 +47,7 @@ def image_text_to_text(config: Config) -> Task:
         shape=TextShape(len(tokenizer), end_id, config.data.seq_len, tokenizer.pad_token_id),
         processor=Pretrained(processor),
         reads=f"texts and pictures through {type(processor).__name__}, {len(tokenizer):,} ids",
-        says=(f"{shown(config.data.source)}: {said}",),
+        says=(f"{shown(config.data.named)}: {said}", *shares(config.data, train)),
         words=f"{said} (digests {train.digest} and {held_out.digest}), of {len(tokenizer)} token ids",
     )
 

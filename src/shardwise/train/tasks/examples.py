@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardwise.train.data.micro_batch import IGNORED, Draw, MicroBatch
+from shardwise.train.data.micro_batch import IGNORED, Draw, MicroBatch, Part, parts_in_words
 
 Example = Mapping[str, Any]
 """An encoded row: arguments of the model's forward, and `labels`."""
@@ -24,13 +24,14 @@ class Examples:
 
     encoded: Sequence[Example]
     collate: Collate
+    parts: tuple[Part, ...] = ()
 
     def __len__(self) -> int:
         return len(self.encoded)
 
     @property
     def digest(self) -> str:
-        state = xxhash.xxh3_64(str(len(self)).encode())
+        state = xxhash.xxh3_64(f"{len(self)}{parts_in_words(self.parts)}".encode())
         for example in self.encoded:
             for name, value in example.items():
                 array = np.ascontiguousarray(value)

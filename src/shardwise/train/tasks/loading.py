@@ -31,7 +31,7 @@ def load_task(config: Config) -> Task:
     """
     task = config.model.task or DEFAULT
     if task != DEFAULT:
-        for key in ("sources", "document_mask", "streaming"):
+        for key in ("document_mask", "streaming"):
             if getattr(config.data, key):
                 raise ConfigError(f"data.{key} is for causal language models, not for {task}: leave it out")
     return _LOADERS[config.model.task or DEFAULT](config)

@@ -17,13 +17,13 @@ from shardwise.errors import ConfigError, one_line
 from shardwise.hub import local, shown
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config, ModelConfig
-from shardwise.train.data.micro_batch import Draw, MicroBatch
+from shardwise.train.data.micro_batch import Draw, MicroBatch, Part, parts_in_words
 from shardwise.train.data.tables import Table, read_table
 from shardwise.train.tasks.examples import batch_of, counted
 from shardwise.train.tasks.labels import labels_in_words, labels_of
 from shardwise.train.tasks.objectives import OneLabel
 from shardwise.train.tasks.processors import Pretrained
-from shardwise.train.tasks.task import Task
+from shardwise.train.tasks.task import Task, shares
 
 _SAMPLE_BYTES = 4096
 """Bytes of each picture that the digest covers, besides its size."""
@@ -41,9 +41,10 @@ def image_classification(config: Config) -> Task:
     labels = labels_of(config.model, table.rows.features[label], values, label)
     ids = [labels.of(value, key, label) for value, key in zip(values, table.keys, strict=True)]
     processor = image_processor(config.model)
+    split = table.split(config.data.eval_fraction)
     train, held_out = (
-        LabelledPictures(pictures, rows, [ids[row] for row in rows], processor)
-        for rows in table.split(config.data.eval_fraction)
+        LabelledPictures(pictures, rows, [ids[row] for row in rows], processor, parts)
+        for rows, parts in ((split.train, split.parts), (split.held_out, ()))
     )
     said = f"{len(train):,} pictures to train on, {len(held_out):,} held out"
     return Task(
@@ -53,7 +54,7 @@ def image_classification(config: Config) -> Task:
         shape=TextShape(vocab_size=0, end_id=0, seq_len=1, labels=labels.names),
         processor=Pretrained(processor),
         reads=f"pictures through {type(processor).__name__}",
-        says=(f"{shown(config.data.source)}: {said}{labels_in_words(labels.names)}",),
+        says=(f"{shown(config.data.named)}: {said}{labels_in_words(labels.names)}", *shares(config.data, train)),
         words=f"{said} (digests {train.digest} and {held_out.digest}), with the labels {', '.join(labels.names)}",
     )
 
@@ -140,13 +141,14 @@ class PictureRows:
     answers: Sequence[Any]
     """What is learnt about each row's pictures; its `str` is equal if and only if it is."""
     processor: Any
+    parts: tuple[Part, ...] = ()
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def digest(self) -> str:
-        state = xxhash.xxh3_64(str(len(self)).encode())
+        state = xxhash.xxh3_64(f"{len(self)}{parts_in_words(self.parts)}".encode())
         for row, answer in zip(self.rows, self.answers, strict=True):
             state.update(self.pictures.sample(row) + f" {answer}".encode(errors="surrogateescape"))
         return state.hexdigest()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from shardwise.hub import shown
 from shardwise.train.build.models import TextShape
+from shardwise.train.config.schema import DataConfig
 from shardwise.train.data.micro_batch import Rows
 from shardwise.train.data.streaming import Stream
 from shardwise.train.data.tokenizer import Saved
@@ -40,3 +42,15 @@ class Task:
 
     def __str__(self) -> str:
         return self.words
+
+
+def shares(config: DataConfig, train: Rows | Stream[Any]) -> Iterator[str]:
+    """Yield a line on each of several sources, for the user."""
+    if isinstance(train, Stream):
+        parts = [(f"{source.blocks:,} blocks", source.weight) for source in train.sources]
+    else:
+        parts = [(f"{part.rows:,} rows", part.weight) for part in train.parts]
+    if len(parts) > 1:
+        whole = sum(weight for _, weight in parts)
+        for source, (size, weight) in zip(config.each_source, parts, strict=True):
+            yield f"  {shown(source.source)}: {size}, {weight / whole:.1%} of those that are drawn"

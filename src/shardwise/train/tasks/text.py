@@ -16,17 +16,18 @@ from shardwise.errors import ConfigError
 from shardwise.hub import shown
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config, DataConfig
+from shardwise.train.data.documents import Document
 from shardwise.train.data.holdout import hold_out
-from shardwise.train.data.micro_batch import IGNORED, Draw
+from shardwise.train.data.micro_batch import IGNORED, Draw, Part
 from shardwise.train.data.sources import read_documents
-from shardwise.train.data.tables import SOURCES, TARGETS, read_table
+from shardwise.train.data.tables import SOURCES, TARGETS, Table, read_table
 from shardwise.train.process.ranks import Ranks
 from shardwise.train.run.sample import NEW_TOKENS, Sample
 from shardwise.train.tasks.examples import Collate, Example, Examples
 from shardwise.train.tasks.labels import labels_in_words, labels_of
 from shardwise.train.tasks.objectives import Objective, OneLabel, SameToken, tags_objective
 from shardwise.train.tasks.processors import Pretrained, check_fast, in_words, padding_tokenizer
-from shardwise.train.tasks.task import Sampler, Task
+from shardwise.train.tasks.task import Sampler, Task, shares
 
 _AT_ONCE = 1000
 """Rows that are given to a tokenizer at once."""
@@ -51,8 +52,7 @@ def sequence_classification(config: Config) -> Task:
     from transformers import DataCollatorWithPadding
 
     collate = without_draws(DataCollatorWithPadding(tokenizer, return_tensors="np"))
-    train, held_out = ([examples[row] for row in rows] for rows in table.split(config.data.eval_fraction))
-    data = TextData(tokenizer, Examples(train, collate), Examples(held_out, collate), encoded.cut, labels.names)
+    data = TextData(tokenizer, *_divided(table, config.data, examples, collate), encoded.cut, labels.names)
     return assembled(config, data, OneLabel(len(labels.names)))
 
 
@@ -79,8 +79,7 @@ def token_classification(config: Config) -> Task:
     from transformers import DataCollatorForTokenClassification
 
     collate = without_draws(DataCollatorForTokenClassification(tokenizer, return_tensors="np"))
-    train, held_out = ([examples[row] for row in rows] for rows in table.split(config.data.eval_fraction))
-    data = TextData(tokenizer, Examples(train, collate), Examples(held_out, collate), encoded.cut, labels.names)
+    data = TextData(tokenizer, *_divided(table, config.data, examples, collate), encoded.cut, labels.names)
     return assembled(config, data, tags_objective(labels.names))
 
 
@@ -104,10 +103,6 @@ def masked_lm(config: Config) -> Task:
     check_fast(tokenizer, data.tokenizer, "masked-lm")
     if tokenizer.mask_token_id is None:
         raise ConfigError(f"data.tokenizer={data.tokenizer!r} has no mask_token, which masked-lm puts over words")
-    documents = read_documents(data.source, data.format, data.subset, data.split)
-    for document in documents:
-        if document.whole:
-            raise ConfigError(f"{document.key}: masked-lm reads rows of text, not of conversations or prompts")
 
     from transformers import DataCollatorForLanguageModeling, DataCollatorForTokenClassification
 
@@ -117,14 +112,28 @@ def masked_lm(config: Config) -> Task:
     def collate(examples: list[dict[str, Any]], draws: Sequence[Draw]) -> Any:
         return pad([_hidden(hide, row, data.seed, draw.sample) for row, draw in zip(examples, draws, strict=True)])
 
-    parts = []
-    for part in hold_out(documents, data.eval_fraction):
-        texts = ["".join(segment.text for segment in document.segments) for document in part]
-        rows = encode(tokenizer, data.seq_len, texts, return_overflowing_tokens=True).examples
-        special = tokenizer.all_special_ids
-        parts.append(Examples([row for row in rows if not np.isin(row["input_ids"], special).all()], collate))
-    train, held_out = parts
-    return assembled(config, TextData(tokenizer, train, held_out), SameToken())
+    train, held_out, parts = list[Example](), list[Example](), list[Part]()
+    for source in data.each_source:
+        documents = read_documents(source.source, source.format, source.subset, source.split)
+        for document in documents:
+            if document.whole:
+                raise ConfigError(f"{document.key}: masked-lm reads rows of text, not of conversations or prompts")
+        of_source, out = (_cut(part, tokenizer, data.seq_len) for part in hold_out(documents, data.eval_fraction))
+        if not of_source:
+            raise ConfigError(f"data.source={source.source!r} has no text to train on")
+        train += of_source
+        held_out += out
+        parts.append(Part(len(of_source), source.weight))
+    mixed = tuple(parts) if len(parts) > 1 else ()
+    rows = TextData(tokenizer, Examples(train, collate, mixed), Examples(held_out, collate))
+    return assembled(config, rows, SameToken())
+
+
+def _cut(documents: Sequence[Document], tokenizer: Any, seq_len: int) -> list[Example]:
+    """Return the rows of documents of text, without those that have special tokens alone."""
+    texts = ["".join(segment.text for segment in document.segments) for document in documents]
+    rows = encode(tokenizer, seq_len, texts, return_overflowing_tokens=True).examples
+    return [row for row in rows if not np.isin(row["input_ids"], tokenizer.all_special_ids).all()]
 
 
 def _hidden(hide: Any, example: dict[str, Any], seed: int, sample: int) -> dict[str, Any]:
@@ -152,10 +161,18 @@ def seq2seq_lm(config: Config) -> Task:
     from transformers import DataCollatorForSeq2Seq
 
     collate = without_draws(DataCollatorForSeq2Seq(tokenizer, return_tensors="np"))
-    train, held_out = ([examples[row] for row in rows] for rows in table.split(config.data.eval_fraction))
-    data = TextData(tokenizer, Examples(train, collate), Examples(held_out, collate), encoded.cut + answers.cut)
-    shown_rows = held_out or train
-    return assembled(config, data, SameToken(), partial(_answer, tokenizer=tokenizer, example=shown_rows[0]))
+    data = TextData(tokenizer, *_divided(table, config.data, examples, collate), encoded.cut + answers.cut)
+    example = (data.held_out.encoded or data.train.encoded)[0]
+    return assembled(config, data, SameToken(), partial(_answer, tokenizer=tokenizer, example=example))
+
+
+def _divided(
+    table: Table, config: DataConfig, examples: Sequence[Example], collate: Collate
+) -> tuple[Examples, Examples]:
+    """Return the examples to train on and those that are held out. examples: of all rows of the table."""
+    split = table.split(config.eval_fraction)
+    train, held_out = ([examples[row] for row in rows] for rows in (split.train, split.held_out))
+    return Examples(train, collate, split.parts), Examples(held_out, collate)
 
 
 def _ended(ids: NDArray[np.int32], tokenizer: Any) -> NDArray[np.int32]:
@@ -262,8 +279,9 @@ def assembled(config: Config, data: TextData, objective: Objective, sample: Samp
 def _says(config: DataConfig, data: TextData) -> Iterator[str]:
     lengths = [len(example["input_ids"]) for example in data.train.encoded]
     yield (
-        f"{shown(config.source)}: {len(data.train):,} rows of {min(lengths):,} to {max(lengths):,} tokens to train on, "
+        f"{shown(config.named)}: {len(data.train):,} rows of {min(lengths):,} to {max(lengths):,} tokens to train on, "
         f"{len(data.held_out):,} held out{labels_in_words(data.labels)}"
     )
+    yield from shares(config, data.train)
     if data.cut:
         yield f"{data.cut} examples are longer than seq_len={config.seq_len} and are cut at the end"
