@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,23 @@ from benchmarks.plans.planner import (
 )
 from benchmarks.plans.published.bundles import BundleRoofline, bundled
 from benchmarks.plans.published.choose import Case, Choice
+from benchmarks.plans.published.llama import Block, LlamaShape
+from benchmarks.plans.published.other_engines.job import PublishedJob
 from benchmarks.plans.published.recordings import Memory, Steps, steps_of, without_second
 from benchmarks.plans.published.rows import DATA, OUT_OF_MEMORY, Row, read, read_what_can_be, row_of
 from benchmarks.plans.published.score import Scored, headline, merge, percentile, quantiles
+from benchmarks.plans.published.tensor_parallel import cut_llama
 from benchmarks.plans.published.timing import Timed, time_row
-from shardwise.plan.dry_run.recording import Collective, Facts, Kernel, KernelKind, StepPhase, UnitMark, Wait
+from shardwise.plan.dry_run.recording import (
+    Collective,
+    Facts,
+    Kernel,
+    KernelKind,
+    StepPhase,
+    TensorCollective,
+    UnitMark,
+    Wait,
+)
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.hardware.devices import device_names, find_device, find_interconnect
 from shardwise.plan.hardware.host import usual_host
@@ -58,6 +71,23 @@ def scored(source: str, forecast: float, published: float = 100.0) -> Scored:
 def test_every_published_row_can_be_asked_for() -> None:
     assert len(ROWS) == sum(bool(line.strip()) for line in DATA.read_text().splitlines()) == 184
     assert {row.job.gpu for row in ROWS.values()} <= set(device_names())
+
+
+def test_rows_beside_tensor_parallelism() -> None:
+    """torchtitan's plan: sequences are cut between blocks; each part of a block gathers them and scatters its sum."""
+    rows = read(DATA.with_name("tensor_parallel.jsonl"))
+    assert [row.job.mesh for row in rows] == [
+        {"dp_replicate": 1, "dp_shard": shards, "tp": 8} for shards in (32, 8, 16)
+    ]
+    assert all(row.scored("throughput") and row.job.engine == "fsdp2" for row in rows)
+    shape = LlamaShape(layers=2, width=32, heads=4, kv_heads=2, hidden=48, vocab=96, seq_len=16)
+    job = PublishedJob(gpu="cpu", gpus_per_node=2, tp=2, seq_len=16, units={Block})
+    recording = record(partial(cut_llama, shape), job)
+    sent = [e.op for e in recording.events if isinstance(e, TensorCollective) and e.phase is StepPhase.FORWARD]
+    around = ["all_gather", "reduce_scatter"]
+    assert sent == ["reduce_scatter", *around * 4, "all_gather"]
+    assert recording.facts.sequence == 16
+    assert recording.facts.params == sum(p.numel() for p in cut_llama(shape).parameters())
 
 
 @pytest.mark.parametrize(

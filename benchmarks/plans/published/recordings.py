@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import shardwise
-from benchmarks.plans.published import encoder, llama, mpt
+from benchmarks.plans.published import encoder, llama, mpt, tensor_parallel
 from benchmarks.plans.published.other_engines import autocast
 from benchmarks.plans.published.other_engines.float8 import GATHERS, gathered_in_float8
 from benchmarks.plans.published.other_engines.job import PublishedJob
@@ -129,5 +129,5 @@ def _code() -> bytes:
     root = Path(shardwise.__file__).parent
     files = [path for package in _PACKAGES for path in sorted((root / package).rglob("*.py"))]
     texts = [path.read_bytes() for path in files]
-    texts += [inspect.getsource(module).encode() for module in (autocast, encoder, llama, mpt)]
+    texts += [inspect.getsource(module).encode() for module in (autocast, encoder, llama, mpt, tensor_parallel)]
     return hashlib.sha256(b"".join(texts)).digest()

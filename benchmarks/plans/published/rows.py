@@ -18,6 +18,7 @@ from benchmarks.plans.published.llama import Llama, LlamaLoss, LlamaShape, NeoX,
 from benchmarks.plans.published.mpt import MPT, MPTShape
 from benchmarks.plans.published.mpt import Block as MPTBlock
 from benchmarks.plans.published.other_engines.job import PublishedJob
+from benchmarks.plans.published.tensor_parallel import cut_llama
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.fsdp.strategy import Precision
 
@@ -38,7 +39,7 @@ _DEVICES = {
 }
 _PREFIXES = (("A100", "a100-sxm-80gb"), ("H100", "h100-sxm-80gb"), ("H200", "h200-sxm"), ("B200", "b200-sxm"))
 """For names that leave the variant open."""
-_ON_500_W = ("torchtitan", "torchao")
+_ON_500_W = ("torchtitan", "torchtitan-tp", "torchao")
 """Sources that call their H100 by name only where it is the part of 96 GB and 500 W."""
 _INTERCONNECTS = (
     ("GCP A3 Ultra", "8x400gbps"),
@@ -105,7 +106,7 @@ class Row:
         """Equal for rows that merge: everything that was chosen, nothing that was measured."""
         keys = ("model", "n_layers", "d_model", "seq_len", "gpu", "n_gpus", "gpus_per_node", "strategy")
         keys += ("micro_batch_per_gpu", "grad_accum", "precision", "act_ckpt", "compile", "offload", "shard_group")
-        keys += ("interconnect", "flash_attention", "optimizer", "source_key")
+        keys += ("interconnect", "flash_attention", "optimizer", "source_key", "tp")
         return (*(self.published.get(key) for key in keys), self.job.activation_checkpointing)
 
     def scored(self, metric: str) -> bool:
@@ -192,6 +193,8 @@ def _builder(published: dict[str, Any]) -> tuple[Callable[[], nn.Module], type[n
     llama = LlamaShape(layers, width, take["n_heads"], take["n_kv_heads"], take["d_ff"], vocab, seq_len)
     neox = "stablecode" in published["model"]
     litgpt = published["source_key"] == "thunder" and "torchtitan" not in published["model"]
+    if (published.get("tp") or 1) > 1:
+        return partial(cut_llama, llama), LlamaBlock
     plain, scored = (NeoX, NeoXLoss) if neox else (Llama, LlamaLoss)
     model: Callable[[], nn.Module] = partial(scored if litgpt else plain, llama)
     if "bf16-true" in published["precision"]:
@@ -218,6 +221,7 @@ def _cluster(published: dict[str, Any]) -> dict[str, Any]:
         "gpus_per_node": per_node,
         "nodes": ranks // per_node,
         "interconnect": interconnect,
+        "tp": published.get("tp") or 1,
     }
 
 
@@ -304,7 +308,14 @@ def _engine(published: dict[str, Any]) -> str:
         return "deepspeed"
     if "FSDP1" in strategy:
         return "fsdp1"
-    if "FSDP2" in strategy or source in ("torchtitan", "torchao", "torchtune", "maxtext-gpu", "jax-gpu"):
+    if "FSDP2" in strategy or source in (
+        "torchtitan",
+        "torchtitan-tp",
+        "torchao",
+        "torchtune",
+        "maxtext-gpu",
+        "jax-gpu",
+    ):
         return "fsdp2"
     return "fsdp1"
 

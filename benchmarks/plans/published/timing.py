@@ -23,7 +23,7 @@ class Timed:
 
     def tokens_per_s(self, row: Row) -> float:
         """Of each device."""
-        return row.job.tokens_per_rank / self.step_s
+        return row.job.tokens_per_rank / row.job.tp / self.step_s
 
 
 def time_row(row: Row, steps: Steps, efficiency: Efficiency = DEFAULT) -> Timed:
@@ -42,7 +42,7 @@ def _simulated(row: Row, events: tuple[StepEvent, ...], efficiency: Efficiency) 
     job = row.job
     hardware = find_device(str(job.gpu))
     interconnect = find_interconnect(str(job.interconnect or hardware.interconnect))
-    cluster = Cluster(hardware, interconnect, job.gpus_per_node, job.nodes, efficiency.links)
+    cluster = Cluster(hardware, interconnect, job.gpus_per_node, job.nodes, efficiency.links, job.tp)
     bundles = any(isinstance(event, Bundle) for event in events)
     make = BundleRoofline if bundles else Roofline
     roofline = make(hardware, efficiency, job.compile, row.attention)

@@ -16,10 +16,11 @@ from shardwise.plan import planner
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.hardware.devices import Figure, find_device
 from shardwise.plan.report.rendering import page_html, table_text
-from shardwise.plan.search.advice import MOST
+from shardwise.plan.search.advice import MOST, _kinds, faster_with_tensor_axis, tensor_ranks
 from shardwise.plan.search.evaluator import Evaluator
-from shardwise.plan.search.exploration import needed_bytes
+from shardwise.plan.search.exploration import judge, needed_bytes
 from shardwise.plan.search.search import Question
+from shardwise.plan.simulate.forecast import Forecast
 
 MIB = 2**20
 WIDE: dict[str, Any] = {
@@ -86,7 +87,7 @@ def test_what_does_not_suffice_alone_is_combined_and_nothing_else_is() -> None:
 def test_more_ranks_are_an_answer_and_a_shorter_sequence() -> None:
     given = {"seq_len": 2048, "optimizer": "momentum", "loss": "fused", "gpus_per_node": 2, "slots": 2}
     given |= {"activation_checkpointing": "offload", "optimizer_in_backward": True}
-    given |= {"context_bytes": 0, "nccl_bytes": 0}
+    given |= {"context_bytes": 0, "nccl_bytes": 0, "tp": 1}
     enough = max(needs(DEEP, **{**given, **change}) for change in ({"gpus_per_node": 4}, {"seq_len": 1024}))
     assert needs(DEEP, **given) > enough
     _, advice = advised(DEEP, enough, **given)
@@ -94,6 +95,43 @@ def test_more_ranks_are_an_answer_and_a_shorter_sequence() -> None:
         ("--gpus 4", "parallel.ranks=4"),
         ("--seq-len 1024", "data.seq_len=1024"),
     ]
+
+
+def test_a_tensor_axis_is_proposed_inside_a_node_at_sizes_that_divide_heads() -> None:
+    given = {**ALONE, "gpus_per_node": 8, "seq_len": 16}
+    found = sw.plan.forecast(DEEP, **given)
+    assert tensor_ranks(found) == [2, 4]  # of 4 heads
+    kinds = [[change.flags for change in kind] for _, kind in _kinds(Question(DEEP, given), found)]
+    assert ["--tp 2", "--tp 4"] in kinds
+    assert kinds.index(["--tp 2", "--tp 4"]) < kinds.index(["--optimizer-in-backward"])
+    asked = [[change.flags for change in kind] for _, kind in _kinds(Question(DEEP, {**given, "tp": 1}), found)]
+    assert ["--tp 2", "--tp 4"] not in asked
+    assert tensor_ranks(replace(found, job=replace(found.job, tp=2))) == [4]
+    assert tensor_ranks(replace(found, job=replace(found.job, gpus_per_node=6))) == [2]
+    assert tensor_ranks(replace(found, job=replace(found.job, gpu="cpu"))) == []
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 320}
+    assert tensor_ranks(sw.plan.forecast(gpt2, **given)) == []  # no plan of its own
+
+
+def test_a_step_that_waits_for_the_network_is_tried_with_a_tensor_axis() -> None:
+    """With as many sequences in a step, and only if the question leaves the axis open."""
+    slow = {"gpus_per_node": 2, "nodes": 2, "interconnect": "1gbps", "strategy": "full_shard"}
+    question = Question(DEEP, {**ALONE, **slow})
+    asked: list[Job] = []
+    found = sw.plan.forecast(DEEP, **{**ALONE, **slow})
+    best = judge(found, None)
+    assert best.limited_by == "network"
+
+    def faster_cut(job: Job) -> Forecast:
+        asked.append(job)
+        return replace(found, job=job, tokens_per_s_per_gpu=found.tokens_per_s_per_gpu * job.tp)
+
+    advice = faster_with_tensor_axis(question, best, faster_cut)
+    assert advice is not None
+    assert advice.flags == "--tp 2"
+    assert [(job.tp, job.micro_batch, job.data_ranks) for job in asked] == [(2, 2, 2)]
+    assert faster_with_tensor_axis(question, best, lambda job: replace(found, job=job)) is None
+    assert faster_with_tensor_axis(replace(question, arguments={**ALONE, **slow, "tp": 1}), best, faster_cut) is None
 
 
 def test_a_smaller_micro_batch_keeps_the_batch() -> None:

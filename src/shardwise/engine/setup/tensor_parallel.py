@@ -209,12 +209,17 @@ def _styles() -> Any:
     return ALL_PARALLEL_STYLES
 
 
+def heads_of(config: Any) -> dict[str, int]:
+    """Return the numbers of heads that a transformers configuration gives, by their names there."""
+    text = config.get_text_config()
+    names = ("num_attention_heads", "num_key_value_heads")
+    return {name: heads for name in names if isinstance(heads := getattr(text, name, None), int)}
+
+
 def _check_heads(model: Any, size: int) -> None:
     """Raise ConfigError if heads of attention cannot be divided: their modules view features as whole heads."""
-    config = model.config.get_text_config()
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
-        if isinstance(heads, int) and heads % size:
+    for name, heads in heads_of(model.config).items():
+        if heads % size:
             raise ConfigError(f"tp={size} does not divide the model's {name}={heads}")
 
 

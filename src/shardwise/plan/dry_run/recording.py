@@ -266,6 +266,9 @@ class Facts:
     smaller_units: tuple[tuple[tuple[str, ...], int], ...] = ()
     """Names of classes for `units=` with the slots that they need at least, each with less to gather at a time than the
     one before."""
+    cut_evenly_by: int = 1
+    """A number of ranks that can share each matrix product by the model's own plan, as any divisor can: what its
+    numbers of heads have in common. 1: it has no plan; 0: it has one, and any number can."""
     package_kernels: str = ""
     """Functions that run as one kernel because a package for GPUs has one, with the packages."""
 

@@ -45,7 +45,7 @@ from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Recorder
 from shardwise.plan.dry_run.recording import Facts, Recording, StepPhase
 from shardwise.plan.dry_run.smaller_units import smaller_units
-from shardwise.plan.dry_run.tensor_axis import cut, tensor_axis
+from shardwise.plan.dry_run.tensor_axis import cut, cut_evenly_by, tensor_axis
 from shardwise.plan.dry_run.traced_collectives import traced_mesh
 from shardwise.plan.dry_run.traced_copies import TracedCopies
 from shardwise.policy.settings import SHARD
@@ -179,6 +179,9 @@ class _DryRun:
         units = self.engine.units
         parameters = list(self.model.parameters())
         secondary = secondary_pieces(self.engine)
+        sequence = shape[1] if len(shape) == _BATCH_SEQUENCE_WIDTH else self.job.seq_len
+        if sequence * self.job.tp == self.job.seq_len:  # between blocks, sequences are cut over the tensor axis
+            sequence = self.job.seq_len
         return Facts(
             name=type(self.model).__name__,
             params=sum(p.numel() for p in parameters),
@@ -186,7 +189,7 @@ class _DryRun:
             layers=len(self.blocks),
             width=shape[-1] if shape else 0,
             embeddings=_embeddings(self.model),
-            sequence=shape[1] if len(shape) == _BATCH_SEQUENCE_WIDTH else self.job.seq_len,
+            sequence=sequence,
             unit_bytes={unit.fqn: unit.parameters.unsharded_bytes for unit in units},
             unit_reduce_bytes={unit.fqn: unit.gradients.reduce_bytes for unit in units},
             unit_shard_bytes={
@@ -197,6 +200,7 @@ class _DryRun:
             kept_bytes=self._kept(args, kwargs),
             unused=self.unused,
             smaller_units=self.smaller_units,
+            cut_evenly_by=cut_evenly_by(self.model),
         )
 
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +45,18 @@ def tensor_axis(job: Job, rank: int, recorder: Recorder) -> Iterator[DeviceMesh 
         yield mesh
     finally:
         dist.destroy_process_group()
+
+
+def cut_evenly_by(model: nn.Module) -> int:
+    """Return `Facts.cut_evenly_by`."""
+    if not getattr(model, "tp_plan", None):
+        return 1
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return 0
+    from shardwise.engine.setup.tensor_parallel import heads_of
+
+    return math.gcd(*heads_of(config).values())
 
 
 def cut(model: nn.Module, mesh: DeviceMesh | None) -> None:

@@ -24,6 +24,11 @@ def advice_sentences(advice: Sequence[Advice]) -> list[str]:
     return [f"{start} {_advice_words(one)}" for start, one in zip(starts, advice, strict=False)]
 
 
+def faster_sentence(advice: Advice) -> str:
+    """Say with which settings a step is faster that waits for the network."""
+    return f"It would wait less for the network with {_advice_words(advice)}"
+
+
 def _advice_words(advice: Advice) -> str:
     found = advice.forecast
     keyless = [f"{change.flags} is no setting of `shardwise train`" for change in advice.changes if not change.keys]

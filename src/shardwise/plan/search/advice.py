@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from shardwise.errors import UserError
+from shardwise.errors import ConfigError, UserError
 from shardwise.fsdp.strategy import LEAST_SLOTS, Strategy
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.search.exploration import (
+    Candidate,
+    Evaluate,
     Outcome,
     available_bytes,
     judge,
@@ -31,6 +33,8 @@ _FORECAST_NUMEL = {"adamw-bf16": 2**33, "adamw-8bit": 2**31}
 kernels for every few million elements, so that for more a forecast would take too long."""
 _UNITS_SHARE = 0.1
 """Smaller units are proposed where slots take at least this part of the memory."""
+_TENSOR_RANKS = (2, 4, 8)
+"""Sizes of a tensor axis that are proposed."""
 _A_NODE = 8
 """GPUs of a node that are added before nodes are."""
 _TIMES = 3
@@ -102,6 +106,22 @@ def advise(question: Question, nearest: Job, forecasters: Forecasters) -> list[A
         if len(found) == MOST:
             break
     return found
+
+
+def faster_with_tensor_axis(question: Question, best: Candidate, evaluate: Evaluate) -> Advice | None:
+    """Return the tensor axis with which the best configuration of a question is fastest, and its forecast, if that is
+    faster and the question leaves the axis open. Only a configuration that waits for the network is tried, with as many
+    sequences in a step."""
+    found = best.forecast
+    if found is None or best.limited_by != "network" or question.arguments.get("tp") is not None or question.compare:
+        return None
+    fastest, speed = None, found.tokens_per_s_per_gpu
+    for size in tensor_ranks(found):
+        forecast = evaluate(replace(found.job, tp=size, micro_batch=size * found.job.micro_batch))
+        fits = judge(forecast, question.budget_bytes).outcome is Outcome.FITS
+        if fits and forecast.tokens_per_s_per_gpu > speed:
+            fastest, speed = Advice((_cut(size),), forecast), forecast.tokens_per_s_per_gpu
+    return fastest
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +248,8 @@ def _leaner(question: Question, least: Forecast) -> Iterator[list[Change]]:
         yield [_change(f"--slots {LEAST_SLOTS}", f"parallel.slots={LEAST_SLOTS}", slots=LEAST_SLOTS)]
     if _slots_bytes(least) >= _UNITS_SHARE * needed_bytes(least):
         yield [_units(names, slots) for names, slots in least.recording.facts.smaller_units]
+    if question.arguments.get("tp") is None:
+        yield [_cut(size) for size in tensor_ranks(least)]
 
 
 def _further(least: Forecast) -> Iterator[list[Change]]:
@@ -248,6 +270,27 @@ def _further(least: Forecast) -> Iterator[list[Change]]:
             for place in (["nvme"] if job.on_cpu else ["cpu", "nvme"])
             for words in ("optimizer={0}", "params={0},optimizer={0}", "params={0},optimizer={0},gradients=cpu")
         ]
+
+
+def tensor_ranks(forecast: Forecast) -> list[int]:
+    """Return the sizes of a tensor axis that are proposed for a job: more than its own, inside a node."""
+    job, evenly = forecast.job, forecast.recording.facts.cut_evenly_by
+    if job.on_cpu or job.compile:  # a compiled step's savings are not known for models that are cut
+        return []
+    sizes = [size for size in _TENSOR_RANKS if size > job.tp and job.gpus_per_node % size == 0 == evenly % size]
+    return [size for size in sizes if _is_possible(job, tp=size)]
+
+
+def _cut(size: int) -> Change:
+    return _change(f"--tp {size}", f"parallel.tp={size}", tp=size)
+
+
+def _is_possible(job: Job, **changes: Any) -> bool:
+    try:
+        replace(job, **changes)
+    except ConfigError:
+        return False
+    return True
 
 
 _RECOMPUTES = "activation_checkpointing"
