@@ -5,6 +5,7 @@ Numbers agree within rounding: products are summed over the tensor axis in anoth
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -13,13 +14,15 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from shardwise.errors import ConfigError, MeshError
 from shardwise.train import trainer
 from shardwise.train.config.files import load
 from shardwise.train.data.micro_batch import MicroBatch
 from shardwise.train.run import preflight
-from tests.engine.tensor.rig import forget_meshes
+from tests.engine.tensor.rig import WIDTH, Model, forget_meshes
 from tests.ranks import RankPools
 from tests.train.rig import TINY, losses, read, run_alone, run_here
 
@@ -103,6 +106,63 @@ def test_replicas_and_shards_beside_tensor_parallelism(ranks: RankPools, overrid
     run_alone("log.name=alone", "train.steps=3", *common)
     _train(ranks, 4, "log.name=mesh", "train.steps=3", "parallel.tp=2", *overrides)
     _assert_as_alone("mesh")
+
+
+OWN = ("model.config=none", f"model.factory={__name__}:own_model", "parallel.units=none", "train.steps=3")
+
+
+class Own(Model):
+    """A model that is not transformers'."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=24)
+        self.embed, self.head = nn.Embedding(320, WIDTH), nn.Linear(WIDTH, 320)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids)
+
+
+def own_model(plan: bool = True) -> Own:
+    """Return it with its tensor-parallel plan, or without."""
+    torch.manual_seed(0)
+    model = Own()
+    if plan:
+        model.tp_plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    return model
+
+
+def without_plan() -> Own:
+    return own_model(plan=False)
+
+
+def test_a_model_of_ones_own_states_its_plan(ranks: RankPools) -> None:
+    run_alone("log.name=alone", *OWN)
+    _train(ranks, 2, "log.name=mesh", "parallel.tp=2", *OWN)
+    _assert_as_alone("mesh")
+
+
+def test_a_model_without_a_plan_is_refused(ranks: RankPools) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.tp=2: Own has no tensor-parallel plan"):
+        _train(ranks, 2, "parallel.tp=2", *OWN, f"model.factory={__name__}:without_plan")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_questions_are_answered_as_by_one_process(ranks: RankPools) -> None:
+    asked = [json.dumps({"prompt": "the 1 quick" + " brown" * n, "completion": " foxes"}) + "\n" for n in range(5)]
+    Path("asked.jsonl").write_text("".join(asked))
+    asks = (
+        "eval.generate=asked.jsonl",
+        "eval.max_new_tokens=6",
+        "eval.micro_batch=2",
+        "model.config.rms_norm_eps=1e-3",
+    )
+    run_alone("log.name=alone", *asks)
+    _train(ranks, 4, "log.name=mesh", "parallel.tp=2", *asks)
+    _assert_as_alone("mesh")
+    found, expected = (read(f"runs/{name}/answers/step-000006.jsonl") for name in ("mesh", "alone"))
+    assert len(found) == 5
+    assert found == expected
 
 
 NEOX = (

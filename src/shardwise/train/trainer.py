@@ -360,8 +360,8 @@ class Trainer:
         for name in ("step", "value", "mark", "waited"):
             setattr(self.best, name, getattr(stored, name))
         self.evaluates_first = resumed.extra.get("evaluated") is False
-        if resumed.extra.get("ranks_per_batch", 1) != self.ranks.per_batch:
-            self._seed_dropout()  # the random states that were loaded are those of other batches
+        if resumed.extra.get("ranks_per_slice", 1) != self.ranks.per_slice:
+            self._seed_dropout()  # the random states that were loaded are those of other tokens
         if resumed.extra.get("scaler"):
             self.scaler.load_state_dict(resumed.extra["scaler"])
         self.skipped_steps = resumed.extra.get("skipped_steps", 0)
@@ -391,7 +391,7 @@ class Trainer:
             "skipped_steps": self.skipped_steps,
             "best": self.best.to_json(),
             "param_dtype": self.config.parallel.param_dtype,
-            "ranks_per_batch": self.ranks.per_batch,
+            "ranks_per_slice": self.ranks.per_slice,
         }
         checkpoints.save(step, self.model, self.optimizer, position, extra)
 

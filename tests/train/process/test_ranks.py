@@ -152,3 +152,16 @@ def free_port() -> int:
         probe.bind(("localhost", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@pytest.mark.parametrize(("per_host", "crosses"), [("4", False), ("2", False), ("1", True)])
+def test_ranks_that_share_a_batch(per_host: str, crosses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", per_host)
+    every = [Ranks(rank, 4, torch.device("cpu"), per_batch=2, per_slice=2) for rank in range(4)]
+    assert [(ranks.data_rank, ranks.data_ranks, ranks.counts) for ranks in every] == [
+        (0, 2, 1),
+        (0, 2, 0),
+        (1, 2, 1),
+        (1, 2, 0),
+    ]
+    assert {ranks.crosses_hosts for ranks in every} == {crosses}

@@ -64,6 +64,11 @@ class Ranks(Together):
         return min(int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)), self.world_size)
 
     @property
+    def crosses_hosts(self) -> bool:
+        """Whether ranks that work on the same tokens are on different hosts."""
+        return self.per_host % self.per_slice != 0
+
+    @property
     def counts(self) -> int:
         """1 on the first of the ranks that work on the same tokens, else 0: multiplied by it, tokens' numbers are added
         once."""
