@@ -15,7 +15,9 @@ import pytest
 from shardwise.cli.app import run
 from shardwise.train import trainer
 from shardwise.train.config.files import load
+from shardwise.train.data.tokenizer import byte_tokenizer
 from tests.generation.rig import save_llama
+from tests.train.tasks.rig import picture, save_llava
 
 REPO = Path(__file__).parents[2]
 USER, REPLY = {"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}
@@ -66,6 +68,96 @@ def test_the_file_trains_as_it_is(model: Path, kind: str, capsys: pytest.Capture
     assert [row["step"] for row in rows] == [1, 2]
     assert Path("runs/run/final/model.safetensors").is_file()
     assert Path("runs/run/evaluations.jsonl").is_file()
+
+
+TWO_LABELS = [{"text": "it barks", "label": "dog"}, {"text": "it mews", "label": "cat"}] * 9
+SIZES: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
+BERT = {"model_type": "bert", **SIZES, "vocab_size": 320, "max_position_embeddings": 66}
+VIT = {"model_type": "vit", **SIZES, "image_size": 16, "patch_size": 8}
+T5 = {"model_type": "t5", "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 320}
+
+
+def save(name: str, config: dict[str, Any], architecture: str | None, tokenizer: Any = None) -> str:
+    """Write a model's configuration, without weights, and a tokenizer."""
+    Path(name).mkdir()
+    described = {**config, **({} if architecture is None else {"architectures": [architecture]})}
+    Path(name, "config.json").write_text(json.dumps(described))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(name)
+    return name
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "rows", "task"),
+    [
+        (BERT, "BertForMaskedLM", [{"text": "it barks and digs"}] * 9, "masked-lm"),
+        (BERT, "BertForMaskedLM", TWO_LABELS, "sequence-classification"),
+        (BERT, "BertModel", [{"tokens": ["it", " mews"], "tags": ["O", "B-X"]}] * 9, "token-classification"),
+        (
+            BERT,
+            "BertForSequenceClassification",
+            TWO_LABELS,
+            "sequence-classification",
+        ),
+        (T5, "T5ForConditionalGeneration", [{"prompt": "it barks", "completion": "dog"}] * 9, "seq2seq-lm"),
+        (T5, None, [{"source": "it barks", "target": "dog"}] * 9, "seq2seq-lm"),
+        (VIT, "ViTForImageClassification", "pictures", "image-classification"),
+        (VIT, "ViTModel", "folder", "image-classification"),
+    ],
+)
+def test_each_task_is_recognised_and_trains(
+    config: dict[str, Any], architecture: str | None, rows: Any, task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if isinstance(rows, str):
+        pytest.importorskip("PIL.Image")
+        for number in range(8):
+            data, name = picture(number)
+            file = Path("pictures", name, f"{number}.png")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+        source = "pictures"
+        if rows == "pictures":
+            source = "rows.jsonl"
+            found = [{"image": str(file), "label": file.parent.name} for file in sorted(Path("pictures").glob("*/*"))]
+            Path(source).write_text("".join(f"{json.dumps(row)}\n" for row in found))
+    else:
+        source = "rows.jsonl"
+        Path(source).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert init("--model", save("model", config, architecture, byte_tokenizer()), "--data", source, "--steps", 1) == 0
+    assert load("run.toml").model.task == task
+    said = capsys.readouterr().out
+    assert ("shardwise generate" in said) == (task == "seq2seq-lm")
+    assert f"rows for {task}" in said
+    trainer.run(load("run.toml"))
+    assert Path("runs/run/final/model.safetensors").is_file()
+    assert Path("runs/run/evaluations.jsonl").is_file()
+
+
+def test_pictures_with_conversations_train(tmp_path: Path) -> None:
+    pytest.importorskip("PIL.Image")
+    save_llava("llava")
+    Path("a.png").write_bytes(picture(0)[0])
+    source = write("rows.jsonl", {"image": "a.png", "prompt": "which colour?", "completion": "red"}, 8)
+    assert init("--model", "llava", "--data", source, "--steps", 1) == 0
+    assert load("run.toml").model.task == "image-text-to-text"
+    trainer.run(load("run.toml"))
+    assert Path("runs/run/final/model.safetensors").is_file()
+
+
+@pytest.mark.filterwarnings("ignore:.*was written by another class")
+def test_a_task_may_be_given(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = TWO_LABELS
+    Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert init("--model", model, "--data", "rows.jsonl") == 0
+    assert load("run.toml").model.task is None  # as before: a causal language model's own task
+    assert init("--model", model, "--data", "rows.jsonl", "--task", "sequence-classification", "--force") == 0
+    config = load("run.toml")
+    assert (config.model.task, config.data.seq_len) == ("sequence-classification", 64)
+    assert "texts with a label" in Path("run.toml").read_text()
+    trainer.run(load("run.toml", ["train.steps=1"]))
+    assert "transformers.pipeline('text-classification', 'runs/run/final')" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -144,6 +236,12 @@ def test_a_file_is_overwritten_only_by_force(model: Path, capsys: pytest.Capture
         (["--model", "{model}", "--data", "rows.jsonl", "--out", "a/run.toml"], "there is no directory a"),
         (["--model", "{model}", "--data", "rows.jsonl", "--out", "run.txt"], "must end in .toml"),
         (["--model", "{model}", "--data", "rows.jsonl", "--seq-len", "500000"], "longer than all of data.source"),
+        (
+            ["--model", "{model}", "--data", "rows.jsonl", "--task", "tagging"],
+            "tagging: must be one of causal-lm",
+        ),
+        (["--model", "{model}", "--data", "rows.jsonl", "--task", "sequence-classification"], "rows need label"),
+        (["--model", "{model}", "--data", "rows.jsonl", "--task", "masked-lm"], "has no mask_token"),
     ],
 )
 def test_mistakes_are_one_line_and_write_nothing(
@@ -167,10 +265,12 @@ def test_a_terminal_is_asked_until_the_answers_can_be_used(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write("rows.jsonl", ROWS["messages"])
-    monkeypatch.setattr(sys, "stdin", Terminal(f"modle\n{model}\nrosw.jsonl\n{source}\n0\n"))
+    monkeypatch.setattr(sys, "stdin", Terminal(f"modle\n{model}\nrosw.jsonl\n{source}\ntagging\n\n0\n"))
     assert init() == 0
     asked = capsys.readouterr()
     assert "no such file or directory" in asked.err
     assert "did you mean rows.jsonl" in asked.err
+    assert "--task tagging: must be one of" in asked.err
+    assert "[causal-lm]" in asked.out
     assert load("run.toml").model.path == str(model)
     assert load("run.toml").lora.r == 0

@@ -5,18 +5,21 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
 from shardwise.cli.process.exit import Exit
 from shardwise.errors import ConfigError, UsageError, UserError
+from shardwise.train.config.tasks import DEFAULT, KINDS, TaskName
 
 if TYPE_CHECKING:
-    from shardwise.train.build.first_config import Asked, First
+    from shardwise.train.first_config import Asked, First
 
 _USUAL_RANK = 16
+TASKS: tuple[TaskName, ...] = get_args(TaskName)
 
 
 def _option(text: str, *names: str, **more: Any) -> Any:
@@ -40,6 +43,10 @@ def init(  # noqa: PLR0913, PLR0917 - one for each option
     ] = None,
     split: Annotated[str | None, _option("Of a hub's data set. [train]", "--split")] = None,
     subset: Annotated[str | None, _option("Of a hub's data set. [its only one]", "--subset")] = None,
+    task: Annotated[
+        str | None,
+        _option(f"What is learnt: {', '.join(TASKS)}. [by the model's architecture and the rows' columns]", "--task"),
+    ] = None,
     seq_len: Annotated[int | None, _option("Tokens per sequence. [by the data]", "--seq-len", min=2)] = None,
     steps: Annotated[int | None, _option("Optimizer steps. [3 passes over the data]", "--steps", min=1)] = None,
     force: Annotated[bool, _option("Overwrite the file.", "--force")] = False,
@@ -48,6 +55,8 @@ def init(  # noqa: PLR0913, PLR0917 - one for each option
     """Write a configuration that trains a model on data as it is. Looks at both; asks in a terminal for what is
     missing."""
     _check_target(out, force)
+    if task is not None:
+        _check_task(task)
     missing = [name for name, value in (("--model", model), ("--data", data)) if value is None]
     if missing and not sys.stdin.isatty():
         raise UsageError(f"{' and '.join(missing)} missing, and there is no terminal to ask in: give {missing[0]}")
@@ -55,15 +64,18 @@ def init(  # noqa: PLR0913, PLR0917 - one for each option
     from shardwise.plan.models.transformers_models import quiet_transformers
 
     quiet_transformers()
-    from shardwise.train.build.first_config import Asked
+    from shardwise.train.first_config import Asked, first_task
 
     if model is None:
         model = _ask("Model (a directory, or org/name on a hub)", _check_model)
     if data is None:
         data = _ask("Data (a file, directory or glob, or org/name on a hub)", _check_source)
+    asked = Asked(model, data, split, subset, 0, ranks, steps, seq_len)
+    if missing and task is None:
+        task = _ask(f"Task ({', '.join(TASKS)})", _check_task, first_task(asked, _say))
     if missing and lora is None:
         lora = typer.prompt("Rank of LoRA adapters (0 trains all weights)", default=_USUAL_RANK, type=int)
-    asked = Asked(model, data, split, subset, lora or 0, ranks, steps, seq_len)
+    asked = replace(asked, lora=lora or 0, task=cast("TaskName | None", task))
     made = _made(asked, out)
     _write(out, made.text)
     print("\n".join(_words(asked, made, out)))
@@ -73,7 +85,7 @@ def init(  # noqa: PLR0913, PLR0917 - one for each option
 def _made(asked: Asked, out: Path) -> First:
     """Return the configuration, which has passed every check that `shardwise train` makes before it starts."""
     from shardwise import device_tools
-    from shardwise.train.build.first_config import first_config
+    from shardwise.train.first_config import first_config
     from shardwise.train.run.preflight import DEFAULT_CPU_RANKS, check
 
     gpus = device_tools.count()
@@ -88,18 +100,23 @@ def _words(asked: Asked, made: First, out: Path) -> list[str]:
     start = "from its weights" if model.is_trained else "from random weights"
     trained = f"adapters of rank {asked.lora}" if asked.lora else "all weights"
     count = f"{rows.count:,}" if rows.is_whole else f"more than {rows.count:,}"
-    kind = "documents of text" if rows.continues else f"rows with {rows.kind}"
+    kind = "documents of text" if rows.continues else f"rows {'with' if rows.is_packed else 'for'} {rows.kind}"
     file, run = shlex.quote(str(out)), shlex.quote(str(made.config.run_directory))
-    is_chat = not rows.continues and rows.kind != "prompt and completion"
+    is_chat = rows.is_packed and not rows.continues and rows.kind != "prompt and completion"
     template = "" if made.has_template else " --chat-template plain"
     answer = f"{run} --chat{template}" if is_chat else f"{run} --prompt {shlex.quote('Once upon a time')}"
+    uses = f"  shardwise generate {answer}"
+    if made.task not in {DEFAULT, "seq2seq-lm"}:
+        final = str(made.config.run_directory / "final")
+        uses = f"  transformers.pipeline({KINDS[made.task].pipeline!r}, {final!r})    # in Python"
+    tokens = f", about {rows.tokens:,.0f} tokens" if rows.tokens else ""
     return [
         f"{asked.model}: {model}, {start}; {trained} are trained",
-        f"{asked.data}: {count} {kind}, about {rows.tokens:,.0f} tokens",
+        f"{asked.data}: {count} {kind}{tokens}",
         f"wrote {out}; next:",
         f"  shardwise plan --from {file}    # does it fit, and how fast is it",
         f"  shardwise train {file}",
-        f"  shardwise generate {answer}",
+        uses,
     ]
 
 
@@ -123,10 +140,10 @@ def _write(out: Path, text: str) -> None:
         raise ConfigError(f"--out {out}: cannot be written: {error.strerror or error}") from None
 
 
-def _ask(question: str, check: Callable[[str], object]) -> str:
+def _ask(question: str, check: Callable[[str], object], default: str | None = None) -> str:
     """Ask until the answer passes the check."""
     while True:
-        answer: str = typer.prompt(question)
+        answer: str = typer.prompt(question, default=default)
         try:
             check(answer)
         except UserError as error:
@@ -135,10 +152,15 @@ def _ask(question: str, check: Callable[[str], object]) -> str:
             return answer
 
 
+def _check_task(task: str) -> None:
+    if task not in TASKS:
+        raise UsageError(f"--task {task}: must be one of {', '.join(TASKS)}")
+
+
 def _check_model(name: str) -> None:
-    from shardwise.train.build.first_config import model_section
     from shardwise.train.config.files import config_of
     from shardwise.train.data.model_files import settled
+    from shardwise.train.first_config import model_section
 
     settled(config_of({"model": model_section(name), "train": {"steps": 1}, "log": {"name": "init"}}, "Model"))
 

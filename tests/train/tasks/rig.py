@@ -22,6 +22,7 @@ from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import Config
 from shardwise.train.data.batches import Batches, EvaluationBatches, Share
 from shardwise.train.data.model_files import settled
+from shardwise.train.data.tokenizer import byte_tokenizer
 from shardwise.train.loss import DeviceBatch, Evaluation, LossFunction, StepWeights, evaluate
 from shardwise.train.process.interruption import Interruption
 from shardwise.train.process.ranks import Ranks
@@ -125,3 +126,33 @@ def picture(number: int) -> tuple[bytes, str]:
     file = io.BytesIO()
     Image.fromarray((np.array(COLOURS[name]) + noise).astype(np.uint8)).save(file, "PNG")
     return file.getvalue(), name
+
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def save_llava(folder: str) -> None:
+    """Write the configuration of a small Llava, and its processor with a chat template; no weights."""
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaProcessor
+
+    size: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    vision = CLIPVisionConfig(**size, num_attention_heads=2, image_size=16, patch_size=8, projection_dim=32)
+    text = LlamaConfig(**size, num_attention_heads=2, vocab_size=320)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    image_id = tokenizer.convert_tokens_to_ids("<image>")
+    config = LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=image_id, image_seq_length=4, vision_feature_layer=-1
+    )
+    config.architectures = ["LlavaForConditionalGeneration"]
+    config.save_pretrained(folder)
+    shape = {"height": 16, "width": 16}
+    pictures = CLIPImageProcessor(size=shape, crop_size=shape)
+    LlavaProcessor(
+        pictures, tokenizer, patch_size=8, vision_feature_select_strategy="default", chat_template=TEMPLATE,
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)  # fmt: skip

@@ -12,19 +12,13 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.train.data.micro_batch import IGNORED, Draw
-from shardwise.train.data.tokenizer import byte_tokenizer
 from shardwise.train.tasks.loading import load_task
 from tests.ranks import RankPools
-from tests.train.tasks.rig import RUN, configured, lines, losses, picture, train, unsharded
+from tests.train.tasks.rig import RUN, TEMPLATE, configured, lines, losses, picture, save_llava, train, unsharded
 
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("PIL.Image")
 
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}"
-    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 CONFIG = f"""
 [model]
 path = "llava"
@@ -39,26 +33,8 @@ eval_fraction = 0.2
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import CLIPImageProcessor, CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaProcessor
-
     monkeypatch.chdir(tmp_path)
-    size: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    vision = CLIPVisionConfig(**size, num_attention_heads=2, image_size=16, patch_size=8, projection_dim=32)
-    text = LlamaConfig(**size, num_attention_heads=2, vocab_size=320)
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    image_id = tokenizer.convert_tokens_to_ids("<image>")
-    config = LlavaConfig(
-        vision_config=vision, text_config=text, image_token_index=image_id, image_seq_length=4, vision_feature_layer=-1
-    )
-    config.architectures = ["LlavaForConditionalGeneration"]
-    config.save_pretrained("llava")
-    shape = {"height": 16, "width": 16}
-    pictures = CLIPImageProcessor(size=shape, crop_size=shape)
-    LlavaProcessor(
-        pictures, tokenizer, patch_size=8, vision_feature_select_strategy="default", chat_template=TEMPLATE,
-        num_additional_image_tokens=1,
-    ).save_pretrained("llava")  # fmt: skip
+    save_llava("llava")
     rows = []
     for number in range(19):
         data, name = picture(number)

@@ -63,15 +63,25 @@ def task_for(configuration: Mapping[str, Any]) -> TaskName:
     Args:
         configuration: the contents of `config.json`.
     """
-    named = next((name for name in configuration.get("architectures") or () if isinstance(name, str)), None)
-    if named is None:
+    if not _architecture(configuration):
         return DEFAULT
-    found = next((task for ending, task in _ENDINGS.items() if named.endswith(ending)), None) or task_of(named)
+    found = named_task(configuration)
     if found is not None:
         return found
     tasks: tuple[TaskName, ...] = get_args(TaskName)
     model_type = str(configuration.get("model_type"))
     return next((task for task in tasks if class_for(task, model_type) is not None), DEFAULT)
+
+
+def named_task(configuration: Mapping[str, Any]) -> TaskName | None:
+    """Return the task of the class that a configuration's `architectures` name; None if it is for none, or if they name
+    none."""
+    named = _architecture(configuration)
+    return next((task for ending, task in _ENDINGS.items() if named.endswith(ending)), None) or task_of(named)
+
+
+def _architecture(configuration: Mapping[str, Any]) -> str:
+    return next((name for name in configuration.get("architectures") or () if isinstance(name, str)), "")
 
 
 def task_of(class_name: str) -> TaskName | None:

@@ -44,7 +44,7 @@ def settled(config: Config) -> Config:
     model = model.model_copy(update={"task": model.task or _task(model)})
     tokenizer = data.tokenizer
     if tokenizer is None:
-        tokenizer = _own_tokenizer(model)
+        tokenizer = BYTES if model.task == "image-classification" else _own_tokenizer(model)
     elif tokenizer != BYTES:
         tokenizer = _found("data.tokenizer", tokenizer)
     sources = [_pinned_rows(one.source) for one in data.each_source]

@@ -131,7 +131,7 @@ def _tables(config: SourceConfig, fields: str) -> list[tuple[str, Any]]:
     found = []
     with reading("data.source", source):
         files = find_files(source)
-        if Path(source).is_dir() and any(file.suffix.lower() in _PICTURES for file in files):
+        if is_folder_of_pictures(source):
             return [(source, folder_of_pictures(source))]
         for file in files:
             file_format = config.format or format_of(file)
@@ -139,6 +139,11 @@ def _tables(config: SourceConfig, fields: str) -> list[tuple[str, Any]]:
                 raise ConfigError(f"data.source: {file} is plain text, but this task needs rows with {fields}")
             found.append((file.as_posix(), table_of(file, file_format)))
     return found
+
+
+def is_folder_of_pictures(source: str) -> bool:
+    """Return whether a source is a directory with pictures below it."""
+    return Path(source).is_dir() and any(file.suffix.lower() in _PICTURES for file in find_files(source))
 
 
 def _joined(tables: Sequence[Any], source: str) -> Any:

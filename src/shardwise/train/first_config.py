@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.hub import local
 from shardwise.toml_text import toml_value
 from shardwise.train.build.models import TextShape, build_model, positions_and_dtype
 from shardwise.train.config.files import config_of
-from shardwise.train.config.schema import RANDOM, Config, ModelConfig
-from shardwise.train.config.tasks import DEFAULT
+from shardwise.train.config.schema import RANDOM, Config, DataConfig, ModelConfig
+from shardwise.train.config.tasks import DEFAULT, TaskName, class_for, named_task
 from shardwise.train.data.documents import Document
 from shardwise.train.data.encoding import encode_document
+from shardwise.train.data.micro_batch import Draw, MicroBatch
 from shardwise.train.data.model_files import fetch, has_weights, settled
-from shardwise.train.data.rows import document_of_row, kind_of
-from shardwise.train.data.sources import each_row
+from shardwise.train.data.rows import KINDS, document_of_row, filled, kind_of
+from shardwise.train.data.sources import each_row, folder_of_pictures, is_saved
+from shardwise.train.data.streaming import Stream
+from shardwise.train.data.tables import SOURCES, TARGETS, is_folder_of_pictures
 from shardwise.train.data.tokenizer import Tokenizer, load_tokenizer
+from shardwise.train.tasks.loading import load_task
+from shardwise.train.tasks.task import Task
 
 _LOOKED_AT = 256
 """Number of documents that are tokenized to learn their lengths."""
@@ -37,8 +44,26 @@ _KINDS = {
     "instruction": "rows of instruction and output (Alpaca), as user and assistant; the output is learnt",
     "prompt and completion": "rows of prompt and completion; the completion is learnt",
     "text": "texts, one after another; all tokens are learnt",
+    "masked-lm": "texts; 15 % of their tokens are hidden and learnt",
+    "seq2seq-lm": "texts, each with the text that is written for it",
+    "sequence-classification": "texts with a label",
+    "token-classification": "words with a tag for each",
+    "image-classification": "pictures with a label",
+    "image-text-to-text": "pictures with a conversation; the assistant's replies are learnt",
 }
-"""What a row is, by its kind in `rows.KINDS`."""
+"""What a row is: of a causal language model by its kind in `rows.KINDS`, of others by their task."""
+_PICTURE, _LABEL = ("image", "images", "img"), ("label", "labels")
+_NEEDED: Mapping[TaskName, tuple[tuple[str, ...], ...]] = {
+    "image-text-to-text": (_PICTURE, ("messages", "prompt", "question")),
+    "image-classification": (_PICTURE, _LABEL),
+    "token-classification": (("tokens", "words"), ("tags", "ner_tags", "labels")),
+    "sequence-classification": (("text", "sentence", "sentence1", "premise", "question"), _LABEL),
+    "seq2seq-lm": (SOURCES, TARGETS),
+    "causal-lm": (("text", "messages", "conversations", "instruction", "prompt"),),
+    "masked-lm": (("text",),),
+}
+"""Columns by which the rows of a task are recognised, one of each of these; tasks with more special rows come first."""
+_OF_LABELS = tuple(_NEEDED)[:4]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +82,8 @@ class Asked:
     """`parallel.ranks`; None = "auto"."""
     steps: int | None = None
     seq_len: int | None = None
+    task: TaskName | None = None
+    """None = by the model's architecture and the rows' columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +109,19 @@ class Rows:
     """What is known of the data."""
 
     kind: str
-    """A key of `rows.KINDS`."""
+    """A key of `_KINDS`."""
     count: int
     is_whole: bool
     """Whether all documents were counted."""
     tokens: float
-    """Number of tokens of all of them, estimated from the first."""
+    """Number of tokens of all of them, estimated from the first; 0 for pictures alone."""
     longest: int
     """Tokens of the longest of those looked at."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether several documents may share a row of `data.seq_len`, as they do for causal language models."""
+        return self.kind in KINDS
 
     @property
     def continues(self) -> bool:
@@ -104,6 +136,7 @@ class First:
     text: str
     """The TOML file."""
     config: Config
+    task: TaskName
     model: Model
     rows: Rows
     has_template: bool
@@ -132,23 +165,94 @@ def first_config(asked: Asked, name: str, ranks: int, say: Callable[[str], None]
         ConfigError: the model cannot be built, or the data has no rows of a kind that can be trained on.
         HubError: a name of a hub has no such files, or they cannot be fetched.
     """
-    model_keys = model_section(asked.model)
+    tree = _tree(asked, name)
+    config = _found(tree, say)
+    task = asked.task or task_of_rows(config)
+    if config.model.task != task or task != DEFAULT:
+        tree["model"]["task"] = task
+        config = _found(tree, say)
+    template = False
+    if task == DEFAULT:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        rows = _look_at_rows(config, tokenizer)
+        shape = TextShape(tokenizer.vocab_size, tokenizer.end_id, 1)
+        template = bool(getattr(tokenizer, "chat_template", None))
+    else:
+        loaded, rows = _look_at_task(config, task)
+        shape = replace(loaded.shape, seq_len=1)
+    model = _look_at_model(config.model, shape, "weights" not in tree["model"])
+    text = _text(asked, tree["model"], tree["data"], model, rows, asked.ranks or ranks)
+    whole = config_of({**tomllib.loads(text), "log": {"name": name}}, "shardwise init")
+    return First(text, whole, task, model, rows, template)
+
+
+def first_task(asked: Asked, say: Callable[[str], None]) -> TaskName:
+    """Return the task that a model and rows suggest. Raises as `first_config`."""
+    return task_of_rows(_found(_tree(asked, "init"), say))
+
+
+def _tree(asked: Asked, name: str) -> dict[str, dict[str, Any]]:
     data_keys = {key: value for key, value in
                  {"source": asked.data, "split": asked.split, "subset": asked.subset}.items() if value}  # fmt: skip
-    tree = {"model": model_keys, "data": data_keys, "train": {"steps": 1}, "log": {"name": name}}
+    model_keys = model_section(asked.model)
+    return {"model": model_keys, "data": data_keys, "train": {"steps": 1}, "log": {"name": name}}
+
+
+def _found(tree: dict[str, Any], say: Callable[[str], None]) -> Config:
+    """Return the settled configuration of these keys, after fetching what it names on a hub, without weights."""
     config = settled(config_of(tree, "shardwise init"))
-    if config.model.task != DEFAULT:
-        raise ConfigError(
-            f"{asked.model} is a model for {config.model.task}, and `shardwise init` writes configurations for "
-            f"{DEFAULT} alone: docs/user-guide.md#tasks has one to start from"
-        )
     fetch(config, False, say)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    rows = _look_at_rows(config, tokenizer)
-    model = _look_at_model(config.model, tokenizer, "weights" not in model_keys)
-    text = _text(asked, model_keys, data_keys, model, rows, asked.ranks or ranks)
-    whole = config_of({**tomllib.loads(text), "log": {"name": name}}, "shardwise init")
-    return First(text, whole, model, rows, bool(getattr(tokenizer, "chat_template", None)))
+    return config
+
+
+def task_of_rows(config: Config) -> TaskName:
+    """Return the task that a model's architecture and the columns of the rows suggest: that of the architecture if the
+    rows are for it. A model of masked words, or of no task, is taken for what the rows have labels for.
+
+    Args:
+        config: settled, and fetched.
+    """
+    path = local(config.model.path or "")
+    described = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    columns = _columns(config.data)
+    fitting = [
+        task
+        for task, needed in _NEEDED.items()
+        if all(columns & set(names) for names in needed) and class_for(task, str(described.get("model_type")))
+    ]
+    own = named_task(described)
+    labelled = [task for task in fitting if task in _OF_LABELS] if own in {None, "masked-lm"} else []
+    return next(iter([*labelled, *([own] if own in fitting else []), *fitting]), config.model.task or DEFAULT)
+
+
+def _columns(data: DataConfig) -> set[str]:
+    """Return the fields of the first row."""
+    if not is_saved(data.source) and is_folder_of_pictures(data.source):
+        return set(folder_of_pictures(data.source).column_names)
+    _, row = next(iter(each_row(data.source, data.format, data.subset, data.split)), ("", {}))
+    return set(filled(row))
+
+
+def _look_at_task(config: Config, task: TaskName) -> tuple[Task, Rows]:
+    """Read the data of a task that is not a causal language model's, and look at its first rows."""
+    positions, _ = positions_and_dtype(config.model)
+    looks = {"seq_len": _longest_row(positions), "eval_fraction": 0.0}
+    loaded = load_task(config.model_copy(update={"data": config.data.model_copy(update=looks)}))
+    assert not isinstance(loaded.train, Stream)
+    count = len(loaded.train)
+    lengths = [_length(loaded.train.micro_batch([Draw(row, row)])) for row in range(min(count, _LOOKED_AT))]
+    return loaded, Rows(task, count, True, sum(lengths) * count / len(lengths), max(lengths))
+
+
+def _length(batch: MicroBatch) -> int:
+    """Return the tokens of a batch of one row, or of its target if that is longer; 0 for a picture without text."""
+    ids = batch.inputs.get("input_ids")
+    return 0 if ids is None else max(ids.shape[1:] + batch.labels.shape[1:])
+
+
+def _longest_row(positions: int | None) -> int:
+    """Return the tokens that a row has at most. Some models have a few positions that no token can have."""
+    return min(positions or _LONGEST_ROW, _LONGEST_ROW) // 8 * 8
 
 
 def _look_at_rows(config: Config, tokenizer: Tokenizer) -> Rows:
@@ -182,9 +286,8 @@ def _characters(document: Document) -> int:
     return said + sum(len(segment.text) for segment in document.segments)
 
 
-def _look_at_model(config: ModelConfig, tokenizer: Tokenizer, is_trained: bool) -> Model:
+def _look_at_model(config: ModelConfig, shape: TextShape, is_trained: bool) -> Model:
     positions, stored = positions_and_dtype(config)
-    shape = TextShape(tokenizer.vocab_size, tokenizer.end_id, 1)
     built = build_model(config, shape)
     numel = sum(parameter.numel() for parameter in built.parameters())
     return Model(numel, is_trained, positions, stored, type(built).__name__)
@@ -192,7 +295,7 @@ def _look_at_model(config: ModelConfig, tokenizer: Tokenizer, is_trained: bool) 
 
 def _row_length(asked: Asked, model: Model, rows: Rows) -> int:
     """Return `data.seq_len`: enough for the longest example, or for a text a common length that fills some rows."""
-    most = min(model.positions or _LONGEST_ROW, _LONGEST_ROW)
+    most = _longest_row(model.positions)
     if asked.seq_len is not None:
         return asked.seq_len
     if rows.continues:
@@ -204,9 +307,11 @@ def _steps(asked: Asked, rows: Rows, seq_len: int, batch: int) -> tuple[int, str
     """Return `train.steps`, and what that number is."""
     if asked.steps is not None:
         return asked.steps, ""
-    packed = max(1, math.ceil(rows.tokens / seq_len))
+    packed = max(1, math.ceil(rows.tokens / seq_len)) if rows.is_packed else rows.count
     wanted = max(20, math.ceil(_PASSES * packed / batch))
-    about = f"about {packed:,} rows of {seq_len} tokens" if rows.is_whole else f"more than {packed:,} rows"
+    about = f"{'about ' * rows.is_packed}{packed:,} rows" if rows.is_whole else f"more than {packed:,} rows"
+    if rows.is_packed and rows.is_whole:
+        about += f" of {seq_len} tokens"
     if wanted > _MOST_STEPS:
         return _MOST_STEPS, f"of {wanted:,} for {_PASSES} passes over {about}"
     passes = round(wanted * batch / packed)
@@ -224,7 +329,8 @@ def _text(
     held_out = 0.0 if rows.count == 1 and not rows.continues else 0.05 if rows.count >= 100 else 0.2
     adapter = asked.lora > 0
     dtype = model.stored if adapter and model.is_trained else "fp32"
-    lr = "2e-4" if adapter else "2e-5" if model.is_trained else "1e-3" if model.numel < _SMALL else "3e-4"
+    trained_lr = "1e-4" if rows.kind == "seq2seq-lm" else "2e-5"
+    lr = "2e-4" if adapter else trained_lr if model.is_trained else "1e-3" if model.numel < _SMALL else "3e-4"
     cut = f"{rows.longest:,} tokens are the longest of the first {min(rows.count, _LOOKED_AT)} examples; more are cut"
     lines = _Lines()
     lines.comment(
@@ -233,6 +339,8 @@ def _text(
     lines.comment("command line, as in train.steps=100. All keys: src/shardwise/train/config/schema.py")
     lines.section("model")
     lines.key("path", model_keys["path"], str(model))
+    if "task" in model_keys:
+        lines.key("task", model_keys["task"], "what is learnt, with transformers' class for it")
     if not model.is_trained:
         lines.key("weights", RANDOM, "it has no weights to start from")
     lines.key("dtype", dtype, "of the frozen weights" if adapter else "of the trained weights")
@@ -244,10 +352,11 @@ def _text(
     lines.section("data")
     for key, value in data_keys.items():
         lines.key(key, value, _KINDS[rows.kind] if key == "source" else "")
-    lines.key("seq_len", seq_len, "tokens of a row" if rows.continues or asked.seq_len else cut)
-    if not rows.continues:
+    if rows.longest:
+        lines.key("seq_len", seq_len, "tokens of a row" if rows.continues or asked.seq_len else cut)
+    if rows.is_packed and not rows.continues:
         lines.comment("document_mask = true  # examples that share a row do not see one another; most models can")
-    lines.key("eval_fraction", held_out, "of the documents, held out to evaluate on")
+    lines.key("eval_fraction", held_out, "of the rows, held out to evaluate on")
     lines.section("train")
     lines.key("steps", steps, passes)
     lines.key("micro_batch", micro_batch, "rows that a rank computes at once; lower it if memory is short")
