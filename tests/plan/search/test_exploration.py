@@ -166,6 +166,14 @@ def test_the_smallest_cluster_is_the_first_that_fits(usable: float) -> None:
     assert len(asked.jobs) < 25
 
 
+def test_the_smallest_cluster_is_one_that_the_tensor_axis_divides() -> None:
+    asked = Asked(usable_bytes=16 * GIB)
+    found = smallest_cluster(asked, Job(activation_checkpointing="full", gpus_per_node=8, tp=4))
+    assert found is not None
+    assert all(job.world_size % 4 == 0 for job in asked.jobs)
+    assert {job.world_size for job in asked.jobs if job.world_size < found.job.world_size} >= {4}
+
+
 def test_one_gpu_may_do_where_two_do_not() -> None:
     """They need a communicator, which takes more than the half of a small model that they save."""
 

@@ -31,6 +31,21 @@ def test_where_groups_lie(nodes: int, group: str, ranks: int, placed: GroupTopol
     assert cluster(nodes).place(group, ranks) == placed
 
 
+@pytest.mark.parametrize(
+    ("tp", "group", "ranks", "placed"),
+    [
+        (4, "tensor", 4, GroupTopology(4, 1, 2)),
+        (16, "tensor", 16, GroupTopology(16, 2, 1)),
+        (4, "shard", 8, GroupTopology(8, 4, 4)),  # two ranks of it on a node, and four such groups
+        (4, "shard", 2, GroupTopology(2, 1, 4)),
+        (8, "shard", 4, GroupTopology(4, 4, 8)),
+        (4, "replicate", 4, GroupTopology(4, 4, 8)),
+    ],
+)
+def test_ranks_of_a_tensor_axis_are_beside_one_another(tp: int, group: str, ranks: int, placed: GroupTopology) -> None:
+    assert replace(cluster(4), tp=tp).place(group, ranks) == placed
+
+
 def test_a_ring_in_a_node_is_as_fast_as_its_links() -> None:
     seconds = cluster(1).seconds("all_gather", 8 * GIB, "shard", 8)
     assert seconds == pytest.approx(7 * GIB / 450e9 + 7 * 1.9e-6)

@@ -14,6 +14,7 @@ from shardwise.plan.dry_run.recording import (
     Kernel,
     KernelKind,
     StepPhase,
+    TensorCollective,
     Wait,
 )
 from shardwise.plan.hardware.devices import find_interconnect
@@ -25,7 +26,7 @@ from shardwise.plan.simulate.roofline import KERNEL_S, Roofline
 from shardwise.plan.simulate.simulation import simulate
 from shardwise.plan.simulate.timeline import Timeline
 from shardwise.plan.simulate.trace import chrome_trace, write_trace
-from tests.plan.simulate.rig import HAIR, WHOLE, compute, device, gather, milliseconds, reduce, release, run
+from tests.plan.simulate.rig import HAIR, RATE, WHOLE, compute, device, gather, milliseconds, reduce, release, run
 
 OPERATION_S = usual_host().operation_s.value
 COLLECTIVE_S = usual_host().collective_s.value
@@ -69,6 +70,21 @@ def test_collectives_of_a_communicator_queue_and_those_of_two_share_the_links() 
     late = [compute(10), reduce(1, 5), gather(0, 5), *waits]
     assert spans_of(run(*late), "k")[-1][0] == pytest.approx(20, abs=HAIR)
     assert spans_of(run(*late, separate=True), "k")[-1][0] == pytest.approx(10, abs=HAIR)
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_activations_wait_for_the_kernels_before_them_and_are_exposed(op: str) -> None:
+    """They take no slot, and hide only behind kernels before their wait."""
+    sent = TensorCollective(1, op, round(4 / 1000 * RATE * 2), 2, "mlp", StepPhase.FORWARD)
+    at_once = run(compute(10), sent, Wait(1), compute(10))
+    assert milliseconds(at_once.step_time_s) == pytest.approx(24, abs=HAIR)
+    assert milliseconds(at_once.exposed_comm_s) == pytest.approx(4, abs=HAIR)
+    behind = run(compute(10), sent, compute(10), Wait(1))
+    assert milliseconds(behind.step_time_s) == pytest.approx(20, abs=HAIR)
+    held = run(gather(2, 1, "a"), Wait(2), sent, Wait(1), gather(3, 1, "b"), Wait(3), slots=2)
+    assert milliseconds(held.step_time_s) == pytest.approx(6, abs=HAIR)
+    on_cpu = run(compute(10), sent, compute(10), Wait(1), kind="cpu")
+    assert milliseconds(on_cpu.step_time_s) == pytest.approx(24, abs=HAIR)
 
 
 def test_groups_have_communicators_of_their_own() -> None:

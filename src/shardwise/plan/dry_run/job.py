@@ -214,7 +214,7 @@ class Job(RunSettings, Machines):
         if self.data_ranks % self.shard_group:
             ranks = f"{self.world_size} ranks ({self.nodes} nodes of {self.gpus_per_node})"
             if self.tp > 1:
-                ranks = f"{self.data_ranks} data ranks ({ranks} in groups of tp={self.tp})"
+                ranks = f"{self.data_ranks} data ranks ({self.world_size} ranks in groups of tp={self.tp})"
             raise ConfigError(
                 f"shard_group={self.shard_group} does not divide {ranks}; use one of {divisors(self.data_ranks)}"
             )

@@ -258,6 +258,8 @@ def smallest_cluster(
         """Return the forecast at this size, or None if it does not fit. Up to a full node, sizes count GPUs; from there
         on each adds a node."""
         nodes, gpus = (1, size) if size <= full else (size - full + 1, full)
+        while nodes * gpus % job.tp:  # the next size that the tensor axis divides
+            nodes, gpus = (nodes, gpus + 1) if gpus < full else (nodes + 1, gpus)
         smaller = replace(job, nodes=nodes, gpus_per_node=gpus, shard_group=None, reshard_after_forward=resharding)
         return _fitting(evaluate(smaller), budget_bytes) if may_fit(smaller) else None
 
