@@ -17,7 +17,7 @@ REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
 NAMES = (REPLICATE, SHARD, CONTEXT, TENSOR)
 
 
-def mesh(dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1) -> DeviceMesh:
+def mesh(dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, ep: int = 1) -> DeviceMesh:
     """Return a mesh of all ranks with the axes `dp_replicate`, `dp_shard`, `cp` and `tp`. Every rank must call this.
 
     Args:
@@ -28,6 +28,7 @@ def mesh(dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1) ->
             Parameters are sharded over these ranks, too.
         tp: number of ranks that share each matrix product, and the same batch. Consecutive ranks: on one host if they
             fit.
+        ep: 1. Experts have no axis of their own yet: they are sharded over the data axes as all parameters are.
 
     Give it to `sw.shard(model, strategy, mesh=mesh, tp_plan="auto")`. Ranks of one `cp` and `tp` group need the same
     batches: `mesh["dp_shard"].get_local_rank()` tells a rank its own. With `cp`, a rank's slice of that is
@@ -37,6 +38,10 @@ def mesh(dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1) ->
     """
     if not dist.is_initialized():
         raise MeshError("sw.mesh needs a process group: call torch.distributed.init_process_group(...) first")
+    if ep != 1:
+        raise MeshError(
+            f"sw.mesh(ep={ep}): expert parallelism is not supported; leave ep out, which shards experts too"
+        )
     for name, size in ((REPLICATE, dp_replicate), (CONTEXT, cp), (TENSOR, tp)):
         check_count(name, size, 1)
     world_size, others = dist.get_world_size(), dp_replicate * cp * tp
