@@ -18,10 +18,16 @@ from tests.hub import mock
 CODE = """
 import json, sys
 from shardwise.errors import UserError
+from shardwise.train.config.schema import DataConfig
+from shardwise.train.data.batches import Batches, Share, load_datasets
 from shardwise.train.data.sources import read_documents
 for source, subset, split in json.loads(sys.argv[1]):
     try:
         found = read_documents(source, None, subset, split)
+        config = DataConfig(source=source, subset=subset, split=split, seq_len=2, eval_fraction=0)
+        kept, streamed = (load_datasets(config.model_copy(update={"streaming": on})) for on in (False, True))
+        drawn = [Batches(data.train, Share(0, 1, 3), 3, 0).batch(0)[0].labels.tolist() for data in (kept, streamed)]
+        assert drawn[0] == drawn[1], drawn
         print(len(found), found[0].key, found[-1].segments[0].text)
     except UserError as error:
         print(f"{type(error).__name__}: {error}")
