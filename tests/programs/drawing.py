@@ -77,7 +77,7 @@ def _beside_tensor_axis(program: Program, random: Random) -> Program:
     tp = random.choice((2, 2, 3))
     data = program.world_size
     if data > 2 and not program.sharding.strategy.startswith("hybrid"):
-        data = random.choice((1, 2, 2, 3))
+        data = random.choice((1, 2, 2, 3) if program.sharding.reshard in (None, True, False) else (2,))
     tied = random.choice(("", *CUTS["dense"]))  # tied parameters are cut alike
 
     def cut(node: Node) -> Node:
