@@ -133,3 +133,13 @@ def test_what_is_no_picture_is_named(tmp_path: Path) -> None:
         task.train.micro_batch([Draw(0, 0)])
     with pytest.raises(ConfigError, match="no image processor for the type 'bert'"):
         load_task(configured(tmp_path, 'model.config={model_type = "bert"}'))
+
+
+def test_a_trained_classifier_needs_no_tokenizer(tmp_path: Path) -> None:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=8, num_labels=3)).save_pretrained("vit")
+    config = configured(tmp_path, "model.config=none", "model.path=vit", "model.task=none")
+    assert config.model.task == "image-classification"
+    assert load_task(config).train.micro_batch([Draw(0, 0)]).inputs["pixel_values"].shape == (1, 3, 16, 16)
