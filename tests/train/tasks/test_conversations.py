@@ -76,7 +76,7 @@ def test_messages_of_several_turns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"image": None, "prompt": "a", "completion": "b"}, "bad.jsonl:1: has no picture"),
+        ({"image": None, "prompt": "a", "completion": "b"}, "bad.jsonl:1 and all other rows: no picture"),
         ({"image": "a.png", "prompt": "a"}, "bad.jsonl:1: a row needs a picture"),
         ({"image": "a.png", "messages": [{"role": "user", "content": "a"}]}, "has no assistant message"),
     ],
@@ -90,6 +90,35 @@ def test_rows_of_another_kind_are_named(row: dict[str, Any], reason: str, tmp_pa
         load_task(
             configured(tmp_path, "model.path=none", "model.weights=path", 'model.config={model_type="llava"}', inline)
         )
+
+
+def with_texts() -> str:
+    """Write rows of which every second pair has no picture. Returns the option that reads them."""
+    table = datasets.Dataset.from_parquet("talk.parquet").cast_column("image", datasets.Image(decode=False))
+    rows = [row | ({"image": None} if number // 2 % 2 else {}) for number, row in enumerate(table)]
+    datasets.Dataset.from_list(rows, features=table.features).to_parquet("mixed.parquet")
+    return "data.source=mixed.parquet"
+
+
+def test_rows_without_a_picture(tmp_path: Path) -> None:
+    task = load_task(configured(tmp_path, "data.eval_fraction=0", with_texts()))
+    mixed = task.train.micro_batch([Draw(1, 0), Draw(2, 1)])
+    assert (mixed.inputs["input_ids"] == 259).sum(axis=1).tolist() == [4, 0]
+    assert mixed.inputs["pixel_values"].shape[0] == 1
+    texts = task.train.micro_batch([Draw(2, 0), Draw(3, 1)])
+    assert (texts.inputs["input_ids"] == 259).sum(axis=1).tolist() == [0, 0, 4]
+    assert (texts.labels[2] == IGNORED).all()
+    assert texts.targets == len(b"blue|red|")
+
+
+@pytest.mark.slow
+def test_ranks_without_pictures_learn_what_one_process_learns(tmp_path: Path, ranks: RankPools) -> None:
+    """On some of them the layers that see run only for a row of which nothing is learnt."""
+    mixed = (with_texts(), "train.micro_batch=1", "train.steps=6")
+    ranks(2).run(train, str(tmp_path), *mixed)
+    _, expected, evaluation = unsharded(configured(tmp_path, *mixed))
+    assert losses(tmp_path / "runs" / "run") == pytest.approx(expected, rel=1e-3)
+    assert lines(tmp_path / "runs" / "run" / "evaluations.jsonl")[-1]["tokens"] == evaluation.targets
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,8 @@ def image_text_to_text(config: Config) -> Task:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     pictures = Pictures.of(table, table.column("images", "image"))
+    if not any(map(pictures.count, range(len(table)))):
+        raise ConfigError(f"{pictures.keys[0]} and all other rows: no picture; train texts with model.task='causal-lm'")
     texts = [_rendered(processor, _messages(table, row), pictures, row) for row in range(len(table))]
     split = table.split(config.data.eval_fraction)
     train, held_out = (
@@ -62,16 +65,27 @@ class Rendered(NamedTuple):
 
 
 class Conversations(PictureRows):
-    """Rows of pictures with a `Rendered` conversation. Nothing is cut: pictures and texts would no longer belong
-    together."""
+    """Rows with a `Rendered` conversation, most of them about pictures. Nothing is cut: pictures and texts would no
+    longer belong together."""
+
+    @cached_property
+    def _first_with_picture(self) -> int | None:
+        return next((row for row in range(len(self)) if self.pictures.count(self.rows[row])), None)
 
     def micro_batch(self, draws: list[Draw]) -> MicroBatch:
-        """Return the rows that were drawn, with their pictures decoded, padded to the longest of them."""
+        """Return the rows that were drawn, with their pictures decoded, padded to the longest of them.
+
+        If none of them has a picture, one more row that has is put behind, of which nothing is learnt: the layers that
+        see then run on every rank, whose gradients are all of the same parameters.
+        """
         there, drawn = counted(draws, len(self))
+        extra = self._first_with_picture
+        if extra is not None and not any(self.pictures.count(self.rows[row]) for row in drawn):
+            there, drawn = [*there, False], [*drawn, extra]
         texts: list[Rendered] = [self.answers[row] for row in drawn]
         batch = self.processor(
             text=[text.text for text in texts],
-            images=[self.pictures.open(self.rows[row]) for row in drawn],
+            images=None if extra is None else [self.pictures.open(self.rows[row]) for row in drawn],
             padding=True,
             add_special_tokens=False,  # the template has put them
             return_tensors="pt",
@@ -128,20 +142,18 @@ def _parts(message: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _rendered(processor: Any, messages: list[dict[str, Any]], pictures: Pictures, row: int) -> Rendered:
-    """Render a conversation, and find its replies. Raises ConfigError, which begins with the row's name, if it has no
-    picture before its first reply, or no reply, or if the template rewrites earlier turns."""
+    """Render a conversation, and find its replies. Raises ConfigError, which begins with the row's name, if it has a
+    picture behind its first reply, or no reply, or if the template rewrites earlier turns."""
     key = pictures.keys[row]
     replies = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     if not replies:
         raise ConfigError(f"{key}: the conversation has no assistant message, so there is nothing to learn; remove it")
     count = pictures.count(row)
-    if not count:
-        raise ConfigError(f"{key}: has no picture, and image-text-to-text needs one in every row")
     placed = [at for at, message in enumerate(messages) for part in message["content"] if part["type"] == "image"]
-    if not placed:
+    if not placed and count:
         asking = next((message for message in messages if message["role"] == "user"), messages[0])
         asking["content"] = [*({"type": "image"} for _ in range(count)), *asking["content"]]
-    elif len(placed) != count or placed[-1] > replies[0]:
+    elif len(placed) != count or (placed and placed[-1] > replies[0]):
         raise ConfigError(f"{key}: has {count} pictures and {len(placed)} places for them; all must be before a reply")
 
     def render(upto: int, prompts: bool) -> str:
