@@ -81,7 +81,7 @@ class Conversations(PictureRows):
         there, drawn = counted(draws, len(self))
         extra = self._first_with_picture
         if extra is not None and not any(self.pictures.count(self.rows[row]) for row in drawn):
-            there, drawn = [*there, False], [*drawn, extra]
+            there, drawn = np.append(there, False), [*drawn, extra]
         texts: list[Rendered] = [self.answers[row] for row in drawn]
         batch = self.processor(
             text=[text.text for text in texts],
