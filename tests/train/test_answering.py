@@ -245,6 +245,11 @@ def test_rows_are_asked_like_they_are_learnt(row: dict[str, Any], prompt: object
         ),
         ([*WITHOUT, "train.best_by=token_f1"], {}, 'best_by = "token_f1" is found by generation'),
         (["data.eval_fraction=0", "train.patience=1"], {}, "train.best_by='loss' with data.eval_fraction=0 leaves"),
+        (
+            ["eval.options.max_new_tokens=9"],
+            {},
+            "[eval] options has max_new_tokens, which is a key of the section itself",
+        ),
         (["parallel.backend=jax"], {}, 'eval.generate = "asked.jsonl" is not supported with parallel.backend = "jax"'),
     ],
 )

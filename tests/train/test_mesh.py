@@ -14,13 +14,16 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from shardwise.errors import ConfigError, MeshError
 from shardwise.train import trainer
 from shardwise.train.config.files import load
+from shardwise.train.config.schema import ParallelConfig
 from shardwise.train.data.micro_batch import MicroBatch
+from shardwise.train.data.tokenizer import byte_tokenizer
 from shardwise.train.run import preflight
 from tests.engine.tensor.rig import WIDTH, Model, forget_meshes
 from tests.ranks import RankPools
@@ -253,6 +256,27 @@ def test_slices_of_a_batch() -> None:
 def test_what_sequences_are_not_divided_with(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load("tiny.toml", [f"parallel.{one}" for one in overrides])
+
+
+class OneRank(ParallelConfig):  # type: ignore[misc]  # as `ParallelConfig` itself
+    """Sizes that need not make up the ranks."""
+
+    @property
+    def ranks_per_batch(self) -> int:
+        return 1
+
+
+def test_a_task_that_the_model_tells_is_not_divided() -> None:
+    """Under torchrun nothing but the ranks looks at the model."""
+    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).save_pretrained("bert")
+    byte_tokenizer().save_pretrained("bert")
+    config = load("tiny.toml", ["model.path=bert", "model.config=none", "parallel.cp=2"])
+    config = config.model_copy(update={"parallel": OneRank(**config.parallel.model_dump())})
+    with pytest.raises(
+        ConfigError, match=r"parallel.cp=2 divides the sequences of causal language models, not of .mas"
+    ):
+        trainer.run(config)
 
 
 def test_heads_and_tasks_that_are_not_divided() -> None:

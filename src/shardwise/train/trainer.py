@@ -37,6 +37,7 @@ from shardwise.train.build.sharding import compile_blocks, needs_loss_scaling, s
 from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import ANSWER_METRICS, Config
 from shardwise.train.data.batches import Batches, EvaluationBatches, Share
+from shardwise.train.data.data_checks import check_axes
 from shardwise.train.data.micro_batch import MicroBatch
 from shardwise.train.data.model_files import fetch, names_of, settled, with_names
 from shardwise.train.data.tokenizer import files_of, sources_in_words
@@ -83,6 +84,7 @@ def run(config: Config) -> None:
         done = ranks.on_first(lambda: why_finished(directory, config))
         if not done:
             config = _with_files(config, ranks)  # before the live display, which progress bars would disturb
+            check_axes(config.model, config.parallel.tp, config.parallel.cp)  # by now it is known which task it is
         with RunConsole(config.train.steps, config.log.every, quiet=not ranks.is_first) as console:
             if done:
                 console.say(done)
@@ -162,6 +164,11 @@ class Trainer:
         self.resumes = ranks.on_first(lambda: saved.has_any)
         """Whether the model's values will be loaded from a checkpoint."""
         console.say(sources_in_words(self.config, self.task.reads, self.resumes))
+        if ranks.crosses_hosts:
+            console.say(
+                f"parallel.tp={ranks.per_slice}: ranks of one tensor-parallel group are on different hosts, for whose "
+                f"network every layer waits; choose one that divides the {ranks.per_host} ranks of a host"
+            )
         console.doing("building the model")
         torch.manual_seed(train.seed)  # the same on every rank: all build the same weights
         model = build_model(config.model, self.task.shape, config.lora)

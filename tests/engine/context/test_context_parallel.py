@@ -156,6 +156,65 @@ def test_whole_sequences_are_generated() -> None:
 
 
 @on_ranks(2)
+def test_copies_models_of_one_configuration_and_a_second_call() -> None:
+    mesh = sw.mesh(cp=2)
+    plain, model = _build("llama"), _build("llama")
+    with pytest.raises(ConfigError, match="align"):
+        sw.shard(model, mesh=mesh, align=-3)
+    sw.shard(model.model, mesh=mesh)
+    sw.shard(model, mesh=mesh)
+    copied = copy.deepcopy(model)
+    torch.manual_seed(0)
+    undivided = transformers.AutoModelForCausalLM.from_config(model.config)
+    batch = _batch(0, "documents")
+    model(**sw.sequence_slice(batch, mesh))  # leaves nothing behind for the others
+    whole = {"input_ids": batch["input_ids"]}
+    own = slice(LENGTH // 2 * dist.get_rank(), LENGTH // 2 * (dist.get_rank() + 1))
+    expected = plain(**whole).logits
+    torch.testing.assert_close(copied(**sw.sequence_slice(whole, mesh)).logits, expected[:, own])
+    torch.testing.assert_close(undivided(**whole).logits, expected)
+
+
+@on_ranks(2)
+def test_layers_are_computed_again_as_they_were() -> None:
+    """Another forward, of whole sequences, comes before the backward."""
+    mesh = sw.mesh(cp=2)
+    plain, model = _build("llama"), _build("llama").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    sw.shard(model, mesh=mesh)
+    batch = _batch(0, "documents")
+    loss = model(**sw.sequence_slice(batch, mesh)).loss
+    with torch.no_grad():
+        model.eval()(input_ids=batch["input_ids"], use_cache=True)
+    model.train()
+    loss.backward()
+    plain(**batch, use_cache=False).loss.backward()
+    for expected, sharded in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), expected.grad, atol=1e-6, rtol=1e-4)
+
+
+@on_ranks(2)
+def test_encoders_and_arguments_by_place() -> None:
+    """transformers tells documents of an encoder's row not apart by their positions."""
+    mesh = sw.mesh(cp=2)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.BertConfig(**sizes, num_attention_heads=4, hidden_dropout_prob=0.0)
+    plain = transformers.BertForMaskedLM(config).eval()
+    model = sw.shard(copy.deepcopy(plain), mesh=mesh)
+    batch = _batch(0, "documents") | {"attention_mask": torch.ones(2, LENGTH, dtype=torch.long)}
+    del batch["labels"]
+    own = slice(LENGTH // 2 * dist.get_rank(), LENGTH // 2 * (dist.get_rank() + 1))
+    sliced = sw.sequence_slice(batch, mesh)
+    for names in (["position_ids"], ["attention_mask"], ["attention_mask", "position_ids"]):
+        expected = plain(**{name: batch[name] for name in ["input_ids", *names]}).logits[:, own]
+        found = model(sliced["input_ids"], **{name: sliced[name] for name in names}).logits
+        torch.testing.assert_close(found, expected)
+    found = model(sliced["input_ids"], sliced["attention_mask"]).logits
+    torch.testing.assert_close(found, plain(batch["input_ids"]).logits[:, own])
+
+
+@on_ranks(2)
 def test_what_cannot_be_divided() -> None:
     mesh = sw.mesh(cp=2)
     with pytest.raises(ConfigError, match="sequences of 7 tokens cannot be divided by cp=2: pad them"):
@@ -167,11 +226,18 @@ def test_what_cannot_be_divided() -> None:
     odd = transformers.LlamaConfig(**SIZES | {"num_attention_heads": 1, "num_key_value_heads": 1})
     mamba = transformers.MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)
     t5 = transformers.T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    small: dict[str, Any] = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert, roberta = transformers.BertConfig(**small), transformers.RobertaConfig(**small)
+    opt = transformers.OPTConfig(**small, ffn_dim=8, word_embed_proj_dim=8)
     auto = transformers.AutoModelForCausalLM
     for model, why in (
         (auto.from_config(odd), "does not divide the model's 1 heads"),
         (auto.from_config(mamba), "layers of linear_attention, which would need the tokens of other ranks"),
         (transformers.T5ForConditionalGeneration(t5), "more than one sequence in a batch"),
+        (transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES)), "picks tokens of the whole"),
+        (transformers.BertModel(bert), "picks tokens of the whole sequence"),
+        (transformers.RobertaForMaskedLM(roberta), "numbers positions itself, and would do so by slice"),
+        (transformers.OPTForCausalLM(opt), "numbers positions itself, and would do so by slice"),
         (
             auto.from_config(transformers.LlamaConfig(**SIZES), attn_implementation="eager"),
             "attn_implementation='sdpa'",

@@ -36,7 +36,7 @@ def test_a_configuration_with_steps_in_backward() -> None:
     job = Job(gpu="cpu", gpus_per_node=1, optimizer_in_backward=True, activation_checkpointing="offload")
     config = training_config(resolve(WIDE), job, "x")
     assert (config.train.optimizer_in_backward, config.train.clip) == (True, 0)
-    ranks: Any = SimpleNamespace(world_size=1)
+    ranks: Any = SimpleNamespace(world_size=1, per_host=1)
     again = job_of(config.for_ranks(1), ranks, find_device("cpu"))
     assert (again.optimizer_in_backward, again.activation_checkpointing) == (True, "offload")
 
@@ -79,7 +79,7 @@ def test_a_configuration_says_what_is_on_disk() -> None:
 def test_a_configuration_says_that_gradients_are_on_the_host() -> None:
     config = training_config(resolve(WIDE), Job(gpu="cpu", offload="gradients=cpu"), "x")  # type: ignore[arg-type]
     assert (config.offload.gradients, config.offload.path) == ("cpu", None)
-    ranks: Any = SimpleNamespace(world_size=1)
+    ranks: Any = SimpleNamespace(world_size=1, per_host=1)
     assert job_of(config, ranks, find_device("cpu")).offload == Places(gradients="cpu")
     stepping = Job(gpu="cpu", offload="optimizer=cpu,gradients=cpu,step=cpu")  # type: ignore[arg-type]
     assert training_config(resolve(WIDE), stepping, "x").offload.step == "cpu"
@@ -88,7 +88,7 @@ def test_a_configuration_says_that_gradients_are_on_the_host() -> None:
 def test_a_run_with_offload_is_planned_with_it() -> None:
     """By `strategy = "auto"`, and where memory runs out."""
     config = training_config(resolve(WIDE), Job(gpu="cpu", gpus_per_node=1, offload="optimizer=nvme"), "x")  # type: ignore[arg-type]
-    ranks: Any = SimpleNamespace(world_size=1)
+    ranks: Any = SimpleNamespace(world_size=1, per_host=1)
     assert job_of(config, ranks, find_device("cpu")).offload == Places(None, "nvme")
     ring = config.model_copy(update={"offload": config.offload.model_copy(update={"ring_mib": 3})})
     assert job_of(ring, ranks, find_device("cpu")).offload == Places(None, "nvme", 3 * 2**20)

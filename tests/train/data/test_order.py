@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.train.data.order import PERIOD, Mixture, Order, Position
+from shardwise.train.data.order import PERIOD, Mixture, Order, Pattern, Position
 
 orders = st.builds(Order, rows=st.integers(1, 60), seed=st.integers(0, 2**32))
 
@@ -78,6 +78,11 @@ def test_each_part_of_a_mixture_is_drawn_as_often_as_its_weight_says(
     wanted = np.array(weights) / sum(weights) * count
     assert np.abs(by_part - wanted).max() <= 2 * len(rows) + 2
     assert mixture.sample(mixture.position(samples)) == samples
+
+
+def test_a_part_of_the_least_weight_is_drawn_too() -> None:
+    pattern = Pattern([1, 1e-6, 1e-6], seed=0)
+    assert [pattern.drawn(part, PERIOD) for part in range(3)] == [PERIOD - 2, 1, 1]
 
 
 def test_a_part_of_a_mixture_goes_through_its_rows_before_it_repeats_one() -> None:

@@ -202,15 +202,18 @@ def test_every_document_of_a_source_is_in_one_epoch(kind: str, tmp_path: Path) -
     assert load_datasets(config(path, eval_fraction=fraction)).train.digest == data.train.digest
 
 
-def test_text_without_lines_is_cut_between_characters(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("\N{SNOWMAN}" * 1_000_000, encoding="utf-8")
+@pytest.mark.parametrize("before", range(4))
+@pytest.mark.parametrize("character", ["\N{SNOWMAN}", "\N{GRINNING FACE}"])
+def test_text_without_lines_is_cut_between_characters(character: str, before: int, tmp_path: Path) -> None:
+    count = 3_000_000 // len(character.encode())
+    (tmp_path / "a.txt").write_text("a" * before + character * count, encoding="utf-8")
     data = load_datasets(config(tmp_path / "a.txt", eval_fraction=0))
     assert isinstance(data.train, Stream)
     (one,) = data.train.sources
     assert one.blocks == 3
     for block in range(3):
         ids = one.load(block).ids.flatten()
-        assert set(bytes(ids[ids < 256].astype(np.uint8)).decode()) == {"\N{SNOWMAN}"}
+        assert set(bytes(ids[ids < 256].astype(np.uint8)).decode()) - {"a"} == {character}
 
 
 def test_a_source_without_a_token_to_learn_in_its_first_block(tmp_path: Path) -> None:

@@ -131,6 +131,9 @@ def test_what_is_no_picture_is_named(tmp_path: Path) -> None:
     task = load_task(configured(tmp_path, "data.source=bad.jsonl", "data.eval_fraction=0"))
     with pytest.raises(ConfigError, match=r"bad.jsonl:1: not a picture that can be read"):
         task.train.micro_batch([Draw(0, 0)])
+    Path("none.jsonl").write_text('{"image": "no.png", "label": 0}\n{"image": null, "label": 1}\n')
+    with pytest.raises(ConfigError, match=r"none.jsonl:2: has no picture, and a label belongs to one"):
+        load_task(configured(tmp_path, "data.source=none.jsonl", "data.eval_fraction=0"))
     with pytest.raises(ConfigError, match="no image processor for the type 'bert'"):
         load_task(configured(tmp_path, 'model.config={model_type = "bert"}'))
 

@@ -8,8 +8,9 @@ Source: DeepSpeed Ulysses (arXiv:2309.14509).
 
 from __future__ import annotations
 
-import itertools
+import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +48,7 @@ def sequence_slice(batch: Mapping[str, Any], mesh: DeviceMesh, shift_labels: boo
     if CONTEXT not in (mesh.mesh_dim_names or ()):
         raise ConfigError("sw.sequence_slice needs a mesh with an axis 'cp': pass sw.mesh(cp=...)")
     ranks, own = mesh[CONTEXT].size(), mesh.get_local_rank(CONTEXT)
-    tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+    tokens = batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
         raise ConfigError("sw.sequence_slice: the batch has no input_ids or inputs_embeds of (rows, length)")
     rows, length = tokens.shape[:2]
@@ -130,51 +131,87 @@ def attend_across(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises ConfigError for a model that mixes tokens in other ways than by attention that goes through transformers'
     interface, or whose heads cannot be divided.
     """
-    found: list[nn.Module] = []
+    if "transformers" not in sys.modules:
+        return
+    from transformers import PreTrainedModel
+
+    inside: set[nn.Module] = set()
     for module in model.modules():
-        if hasattr(module, "set_attn_implementation") and not any(module in outer.modules() for outer in found):
-            found.append(module)
-            ContextParallel(module, mesh)
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            inside.update(module.modules())
+            if not hasattr(module, _ATTENDS):
+                check_model(module, mesh.size())
+                _over(mesh).attach(module)
+
+
+_ATTENDS = "_shardwise_attends_across"
+"""Attribute of a model that attends across slices."""
+_KNOWN: dict[str, ContextParallel] = {}
+"""By name of a process group."""
+
+
+def _over(mesh: DeviceMesh) -> ContextParallel:
+    name: str = mesh.get_group().group_name
+    if name not in _KNOWN or _KNOWN[name].group is not mesh.get_group():
+        _KNOWN[name] = ContextParallel(mesh, f"{_NAME}{name}")
+    return _KNOWN[name]
+
+
+_NAME = "sdpa-over-cp-"
 
 
 class ContextParallel:
-    """Attention of one transformers model, and the masks for it.
+    """Attention across the slices of one group of ranks, and the masks for it, of all models that are divided so.
 
     Layers are given, as their attention mask, either one over whole sequences, or the lengths of the documents of each
-    row (rows, most documents), int64 in host memory, zeros behind: attention is then within each. Calls that use a
-    cache (`generate`) have whole sequences on each rank and are left as they are.
+    row (rows, most documents), int64 in host memory, zeros behind: attention is then within each. So a layer that is
+    computed again, in backward, sees what its own forward saw. Calls that use a cache (`generate`) have whole sequences
+    on each rank and are left as they are.
     """
 
-    _numbers = itertools.count()
-
-    def __init__(self, model: Any, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, name: str) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        check_model(model, mesh.size())
+        self.group = mesh.get_group()
         self._mesh = mesh
+        self._name = name
         self._is_sliced = False
-        self._lengths = torch.zeros(0)
+        """Whether a forward of slices is in progress. What follows is about that."""
+        self._length = 0
+        """Of whole sequences, in tokens."""
         self._documents: Tensor | None = None
+        """Numbers of the documents that the tokens of whole sequences belong to, (rows, length); None: one each."""
+        self._document_lengths = torch.zeros(0)
         self._padding: Tensor | None = None
-        name = f"sdpa-over-cp-{next(self._numbers)}"
+        """Which tokens of whole sequences are there, (rows, length); None: all."""
         AttentionInterface.register(name, self.attend)
         AttentionMaskInterface.register(name, self.mask)
-        model.set_attn_implementation(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        """Return this one: a model's copy finds it by the same name."""
+        return self
+
+    def attach(self, model: Any) -> None:
+        """Let a model attend so."""
+        model.set_attn_implementation(self._name)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        model.register_forward_hook(self._after_forward, always_call=True)
+        setattr(model, _ATTENDS, True)
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Number the tokens by where they are in the whole sequences, and learn those."""
-        has_cache = kwargs.get("use_cache") or kwargs.get("past_key_values") is not None
+        given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
+        given |= given.pop("kwargs", {})
+        has_cache = given.get("use_cache") or given.get("past_key_values") is not None
         self._is_sliced = not has_cache and not is_generating(model)
-        if not self._is_sliced:
+        tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        if not self._is_sliced or not isinstance(tokens, Tensor):
             return None
-        tokens = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
-        assert isinstance(tokens, Tensor)
         rows, length = tokens.shape[:2]
-        positions, padding = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        positions, padding = given.get("position_ids"), given.get("attention_mask")
         if padding is not None and padding.ndim != 2:
             raise UsageError(f"attention_mask is {tuple(padding.shape)}: with a 'cp' axis pass (rows, length) or none")
-        self._lengths = torch.full((rows, 1), length * self._mesh.size())
+        self._length = length * self._mesh.size()
         self._documents, self._padding = None, None
         if padding is not None:
             self._padding = self._gathered(padding.bool())
@@ -185,21 +222,24 @@ class ContextParallel:
             positions = torch.arange(first, first + length, device=tokens.device)[None]
         # With a mask for padding, transformers does not look for documents in what it takes for whole sequences.
         here = padding if padding is not None else torch.ones(rows, length, dtype=torch.bool, device=tokens.device)
-        return args, {**kwargs, "position_ids": positions, "attention_mask": here, "use_cache": False}
+        return (), {**given, "position_ids": positions, "attention_mask": here, "use_cache": False}
+
+    def _after_forward(self, *_: object) -> None:
+        self._is_sliced = False
 
     def _find_documents(self, positions: Tensor) -> None:
         """positions: (rows, whole length). Documents begin where they do not go on by one."""
         begins = positions.diff(prepend=positions[:, :1] - 1) != 1
-        if not bool(begins.any()):
-            return
-        self._documents = begins.cumsum(1)
-        counts = [torch.bincount(row) for row in self._documents.cpu()]
-        self._lengths = nn.utils.rnn.pad_sequence([count[count > 0] for count in counts], batch_first=True)
+        if bool(begins.any()):
+            self._documents = begins.cumsum(1)
+            counts = [torch.bincount(row) for row in self._documents.cpu()]
+            found = [count[count > 0] for count in counts]
+            self._document_lengths = nn.utils.rnn.pad_sequence(found, batch_first=True)
 
     def _gathered(self, own: Tensor) -> Tensor:
         """Put slices (rows, own length) of all ranks together."""
         parts = [torch.empty_like(own) for _ in range(self._mesh.size())]
-        dist.all_gather(parts, own.contiguous(), group=self._mesh.get_group())
+        dist.all_gather(parts, own.contiguous(), group=self.group)
         return torch.cat(parts, dim=1)
 
     def mask(self, batch_size: int, q_length: int, mask_function: Any, **options: Any) -> Tensor | None:
@@ -208,15 +248,19 @@ class ContextParallel:
 
         if not self._is_sliced:
             return masking_utils.sdpa_mask(batch_size, q_length, mask_function=mask_function, **options)
-        plain = (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
-        if self._documents is not None and mask_function not in plain:
-            within = masking_utils.packed_sequence_mask_function(self._documents)
-            mask_function = masking_utils.and_masks(mask_function, within)
-            options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        length = q_length * self._mesh.size()
-        options |= {"kv_length": length, "q_offset": 0, "kv_offset": 0, "attention_mask": self._padding}
-        mask = masking_utils.sdpa_mask(batch_size, length, mask_function=mask_function, **options)
-        return self._lengths if mask is None else mask
+        of_encoder = "allow_is_bidirectional_skip" in options  # transformers has no documents there
+        documents = None if of_encoder else self._documents
+        options |= {"kv_length": self._length, "q_offset": 0, "kv_offset": 0, "attention_mask": self._padding}
+        mask = None
+        if documents is None or mask_function is not masking_utils.causal_mask_function:
+            if documents is not None:
+                within = masking_utils.packed_sequence_mask_function(documents)
+                mask_function = masking_utils.and_masks(mask_function, within)
+                options["allow_is_causal_skip"] = False
+            mask = masking_utils.sdpa_mask(batch_size, self._length, mask_function=mask_function, **options)
+        if mask is not None:
+            return mask
+        return torch.full((batch_size, 1), self._length) if documents is None else self._document_lengths
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
@@ -224,10 +268,11 @@ class ContextParallel:
         """query, key, value: (rows, heads, own length, head size). Returns (rows, own length, heads, head size)."""
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        if not self._is_sliced:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        if attention_mask is None or options.get("position_bias") is not None:
+        if self._is_sliced and (attention_mask is None or options.get("position_bias") is not None):
             raise UsageError(f"{type(module).__name__} attends in a way of its own: it cannot be run with cp > 1")
+        is_whole = attention_mask is None or attention_mask.shape[-1] == key.shape[2]
+        if attention_mask is None or (is_whole and attention_mask.dtype != torch.int64):
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         query, key, value = _whole_sequences(query, key, value, self._mesh)
         heads: Any = SimpleNamespace(
             num_key_value_groups=query.shape[1] // key.shape[1], is_causal=getattr(module, "is_causal", True)
@@ -250,6 +295,9 @@ class ContextParallel:
         return _own_tokens(attended, self._mesh), None
 
 
+_OF_A_WHOLE_ROW = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering")
+
+
 def check_model(model: Any, ranks: int) -> None:
     """Raise ConfigError if a transformers model cannot be run with slices of sequences on so many ranks."""
     config, name = model.config, type(model).__name__
@@ -260,13 +308,27 @@ def check_model(model: Any, ranks: int) -> None:
     if kinds or any(isinstance(module, nn.Conv1d) for module in model.modules()):
         why = f"layers of {', '.join(sorted(kinds))}" if kinds else "convolutions over tokens"
         raise ConfigError(f"cp={ranks}: {name} has {why}, which would need the tokens of other ranks")
-    if config._attn_implementation != "sdpa":
+    if name.endswith(_OF_A_WHOLE_ROW) or any(type(m).__name__.endswith("Pooler") for m in model.modules()):
+        raise ConfigError(f"cp={ranks}: {name} picks tokens of the whole sequence, which would be on other ranks")
+    if (
+        any(map(_numbers_positions, model.modules()))
+        or "position_ids" not in inspect.signature(model.forward).parameters
+    ):
+        raise ConfigError(f"cp={ranks}: {name} numbers positions itself, and would do so by slice")
+    implementation = str(config._attn_implementation)
+    if implementation != "sdpa" and not implementation.startswith(_NAME):
         raise ConfigError(
-            f"cp={ranks}: {name} attends through {config._attn_implementation!r}: build it with "
-            "attn_implementation='sdpa' if it has that"
+            f"cp={ranks}: {name} attends through {implementation!r}: build it with attn_implementation='sdpa', if it "
+            "has that"
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise ConfigError(f"cp={ranks}: attention of {name} does not go through transformers' attention interface")
     heads = config.num_attention_heads // (getattr(model, "_tp_size", None) or 1)
     if heads % ranks:
         raise ConfigError(f"cp={ranks} does not divide the model's {heads} heads of attention on a rank")
+
+
+def _numbers_positions(module: nn.Module) -> bool:
+    """Whether the module makes positions from tokens or from their mask, as RoBERTa's and OPT's embeddings do."""
+    embeddings = getattr(module, "position_embeddings", None)
+    return getattr(embeddings, "padding_idx", None) is not None or "LearnedPositional" in type(module).__name__

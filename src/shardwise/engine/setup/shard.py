@@ -116,10 +116,10 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     tree = _checked_tree(model, slots, units)
     if next(tree.parameters(), None) is None:
         return model
-    mesh, over_tensor_axis = _divided(tree, mesh, strategy, tp_plan)
     ignored, offload = _checked_ignored(ignored), _checked_offload(offload)
     precision, align = checked_precision(precision), checked_align(align)
     resharding = checked_resharding(reshard_after_forward)
+    mesh, over_tensor_axis = _divided(tree, mesh, strategy, tp_plan)
     adoption, below = None, engines_by_name(tree)
     if below:
         from shardwise.engine.setup.adoption import Adoption

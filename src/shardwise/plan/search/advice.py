@@ -117,7 +117,10 @@ def faster_with_tensor_axis(question: Question, best: Candidate, evaluate: Evalu
         return None
     fastest, speed = None, found.tokens_per_s_per_gpu
     for size in tensor_ranks(found):
-        forecast = evaluate(replace(found.job, tp=size, micro_batch=size * found.job.micro_batch))
+        try:
+            forecast = evaluate(replace(found.job, tp=size, micro_batch=size * found.job.micro_batch))
+        except UserError:  # nobody asked for it
+            continue
         fits = judge(forecast, question.budget_bytes).outcome is Outcome.FITS
         if fits and forecast.tokens_per_s_per_gpu > speed:
             fastest, speed = Advice((_cut(size),), forecast), forecast.tokens_per_s_per_gpu

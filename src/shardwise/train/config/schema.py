@@ -383,6 +383,8 @@ class EvalConfig(Section):
             raise ValueError(
                 f"{given[0]} is given but generate is not: name a file of prompts and answers, or leave the section out"
             )
+        if "max_new_tokens" in self.options:
+            raise ValueError("options has max_new_tokens, which is a key of the section itself: move it there")
         return self
 
 

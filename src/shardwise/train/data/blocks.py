@@ -76,7 +76,7 @@ def _line(file: BufferedReader, place: int, size: int) -> int:
     found = window.find(b"\n")
     if found >= 0:
         return place + found
-    return place + next((at for at, byte in enumerate(window[1:4]) if byte & 0xC0 != 0x80), 0)
+    return place + next((at for at, byte in enumerate(window[1:5]) if byte & 0xC0 != 0x80), 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

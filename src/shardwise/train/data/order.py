@@ -7,8 +7,7 @@ samples can continue with sample n at another world size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +39,8 @@ class Order:
     seed: int
     digest: str | None = None
     """Digest of the rows, stored in positions so that `sample` can compare it."""
+    _last: dict[int, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The permutation of the epoch that was asked for last."""
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -49,7 +50,10 @@ class Order:
         """Return the row of sample number `sample`, counted from 0 since the start of the run over all ranks and
         epochs."""
         epoch, within = divmod(sample, self.rows)
-        return int(_permutation(self.rows, self.seed, epoch)[within])
+        if epoch not in self._last:
+            self._last.clear()
+            self._last[epoch] = permutation(self.rows, self.seed, epoch)
+        return int(self._last[epoch][within])
 
     def position(self, sample: int) -> Position:
         """Return the position before sample number `sample` is drawn."""
@@ -159,17 +163,12 @@ def _pattern(weights: tuple[float, ...], seed: int) -> tuple[NDArray[np.int64], 
     counts = np.maximum(np.floor(shares).astype(np.int64), 1)
     while counts.sum() != PERIOD:  # at most as many rounds as there are parts
         step = int(np.sign(PERIOD - counts.sum()))
-        counts[np.argmax(step * (shares - counts))] += step
+        counts[np.argmax(np.where(counts + step > 0, step * (shares - counts), -np.inf))] += step
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, len(counts)])))
     part = np.repeat(np.arange(len(counts)), counts)
     number = np.concatenate([np.arange(count) for count in counts])
     place = (number + generator.random(PERIOD)) / counts[part]
     return part[np.argsort(place, kind="stable")], counts
-
-
-@lru_cache(maxsize=4)
-def _permutation(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    return permutation(rows, seed, epoch)
 
 
 def permutation(count: int, *key: int) -> NDArray[np.int64]:

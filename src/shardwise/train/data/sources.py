@@ -167,7 +167,7 @@ def saved_table(source: str, split: str | None) -> Any:
 
     try:
         found = datasets.load_from_disk(source)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, IndexError) as error:  # the last one for a table without rows
         raise ConfigError(f"data.source={source!r}: `datasets` cannot read it: {one_line(error)}") from None
     if not isinstance(found, datasets.DatasetDict):
         if split not in {None, "train"}:

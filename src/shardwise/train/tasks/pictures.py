@@ -40,6 +40,11 @@ def image_classification(config: Config) -> Task:
     values = table.rows[label][:]
     labels = labels_of(config.model, table.rows.features[label], values, label)
     ids = [labels.of(value, key, label) for value, key in zip(values, table.keys, strict=True)]
+    for row, key in enumerate(table.keys):
+        if (count := pictures.count(row)) != 1:
+            raise ConfigError(
+                f"{key}: has {count or 'no'} picture{'s' if count > 1 else ''}, and a label belongs to one"
+            )
     processor = image_processor(config.model)
     split = table.split(config.data.eval_fraction)
     train, held_out = (
