@@ -60,8 +60,8 @@ def test_stages_train_as_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_stage_is_gathered_and_reduced_once_in_a_step(tmp_path: Path) -> None:
     (tmp_path / "counted.py").write_text(COUNTED)
-    lines = [line for line in torchrun(4, "counted.py", tmp_path) if "gathers" in line]
-    assert len(lines) == 4
-    for line in lines:
-        gathers, reductions, units = map(int, re.findall(r"\d+", line))
-        assert gathers == reductions == 60 * units
+    printed = " ".join(torchrun(4, "counted.py", tmp_path))  # ranks may print on one line
+    counts = re.findall(r"(\d+) gathers, (\d+) reductions, (\d+) units", printed)
+    assert len(counts) == 4
+    for gathers, reductions, units in counts:
+        assert int(gathers) == int(reductions) == 60 * int(units) > 0
