@@ -152,7 +152,7 @@ _KNOWN: dict[str, ContextParallel] = {}
 
 def _over(mesh: DeviceMesh) -> ContextParallel:
     name: str = mesh.get_group().group_name
-    if name not in _KNOWN or _KNOWN[name].group is not mesh.get_group():
+    if name not in _KNOWN or _KNOWN[name].mesh != mesh:
         _KNOWN[name] = ContextParallel(mesh, f"{_NAME}{name}")
     return _KNOWN[name]
 
@@ -172,8 +172,7 @@ class ContextParallel:
     def __init__(self, mesh: DeviceMesh, name: str) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        self.group = mesh.get_group()
-        self._mesh = mesh
+        self.mesh = mesh  # it knows its group by name: one that were held here would be destroyed after torch's threads
         self._name = name
         self._is_sliced = False
         """Whether a forward of slices is in progress. What follows is about that."""
@@ -211,14 +210,14 @@ class ContextParallel:
         positions, padding = given.get("position_ids"), given.get("attention_mask")
         if padding is not None and padding.ndim != 2:
             raise UsageError(f"attention_mask is {tuple(padding.shape)}: with a 'cp' axis pass (rows, length) or none")
-        self._length = length * self._mesh.size()
+        self._length = length * self.mesh.size()
         self._documents, self._padding = None, None
         if padding is not None:
             self._padding = self._gathered(padding.bool())
         elif positions is not None:
             self._find_documents(self._gathered(positions.expand(rows, length)))
         if positions is None:
-            first = length * self._mesh.get_local_rank()
+            first = length * self.mesh.get_local_rank()
             positions = torch.arange(first, first + length, device=tokens.device)[None]
         # With a mask for padding, transformers does not look for documents in what it takes for whole sequences.
         here = padding if padding is not None else torch.ones(rows, length, dtype=torch.bool, device=tokens.device)
@@ -238,8 +237,8 @@ class ContextParallel:
 
     def _gathered(self, own: Tensor) -> Tensor:
         """Put slices (rows, own length) of all ranks together."""
-        parts = [torch.empty_like(own) for _ in range(self._mesh.size())]
-        dist.all_gather(parts, own.contiguous(), group=self.group)
+        parts = [torch.empty_like(own) for _ in range(self.mesh.size())]
+        dist.all_gather(parts, own.contiguous(), group=self.mesh.get_group())
         return torch.cat(parts, dim=1)
 
     def mask(self, batch_size: int, q_length: int, mask_function: Any, **options: Any) -> Tensor | None:
@@ -273,7 +272,7 @@ class ContextParallel:
         is_whole = attention_mask is None or attention_mask.shape[-1] == key.shape[2]
         if attention_mask is None or (is_whole and attention_mask.dtype != torch.int64):
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        query, key, value = _whole_sequences(query, key, value, self._mesh)
+        query, key, value = _whole_sequences(query, key, value, self.mesh)
         heads: Any = SimpleNamespace(
             num_key_value_groups=query.shape[1] // key.shape[1], is_causal=getattr(module, "is_causal", True)
         )
@@ -292,7 +291,7 @@ class ContextParallel:
                 documents = zip(*(t[row : row + 1].split(sizes, dim=2) for t in (query, key, value)), strict=True)
                 rows.append(torch.cat([within(None, *document) for document in documents], dim=1))
             attended = torch.cat(rows)
-        return _own_tokens(attended, self._mesh), None
+        return _own_tokens(attended, self.mesh), None
 
 
 _OF_A_WHOLE_ROW = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering")
