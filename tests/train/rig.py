@@ -51,6 +51,15 @@ units = ["LlamaDecoderLayer"]
 """
 
 
+def furnish(folder: Path) -> None:
+    """Write `tiny.toml`, and documents of unequal length, so that ranks and micro-batches have unequal numbers of
+    targets."""
+    (folder / "texts").mkdir()
+    for i in range(20):
+        (folder / "texts" / f"{i}.txt").write_text(f"the {i} quick brown foxes jump over {i} lazy dogs. " * (1 + i % 5))
+    (folder / "tiny.toml").write_text(TINY)
+
+
 def run_alone(*overrides: str) -> None:
     trainer.run(load("tiny.toml", overrides))
 

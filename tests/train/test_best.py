@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from shardwise.errors import ConfigError
 from shardwise.train import trainer
 from shardwise.train.config.files import load
-from tests.train.rig import TINY, read, run_alone
+from tests.train.rig import furnish, read, run_alone
 
 WORSE = ("train.lr=1.0", "train.eval_every=1", "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_best=true")
 """At this learning rate, the held-out loss rises after some steps."""
@@ -18,12 +18,7 @@ WORSE = ("train.lr=1.0", "train.eval_every=1", "checkpoint.every=1", "checkpoint
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "texts").mkdir()
-    for i in range(20):
-        (tmp_path / "texts" / f"{i}.txt").write_text(
-            f"the {i} quick brown foxes jump over {i} lazy dogs. " * (1 + i % 5)
-        )
-    (tmp_path / "tiny.toml").write_text(TINY)
+    furnish(tmp_path)
     monkeypatch.chdir(tmp_path)
 
 

@@ -65,7 +65,7 @@ def test_ranks_and_micro_batches_of_unequal_length_give_the_mean_over_all_tokens
         [micro_batch(5, 1, seed=1), micro_batch(0, 0, seed=2)],
         [micro_batch(2, 0, seed=3), micro_batch(3, 4, seed=4)],
     ]
-    weights = StepWeights(targets=15, micro_batches=2, data_ranks=2)
+    weights = StepWeights(targets=15, micro_batches=2, token_ranks=2)
     averaged = [torch.zeros_like(parameter) for parameter in model.parameters()]
     for batches in ranks:
         for batch in batches:
@@ -117,7 +117,7 @@ def test_the_balancing_loss_of_experts_is_kept() -> None:
     loss = LossFunction(model)(model, batch)
     logits = model(batch.inputs["input_ids"]).logits
     torch.testing.assert_close(loss.nll_sum, next_token_nll(logits, batch.labels))
-    scaled = StepWeights(targets=12, micro_batches=2, data_ranks=2).scale(loss)
+    scaled = StepWeights(targets=12, micro_batches=2, token_ranks=2).scale(loss)
     torch.testing.assert_close(scaled, loss.nll_sum * 2 / 12 + 0.25 * logits.pow(2).mean() / 2)
 
 
@@ -131,7 +131,7 @@ def test_experts_of_transformers() -> None:
     )  # fmt: skip
     model = MixtralForCausalLM(config)
     batch = micro_batch(5, 5)
-    ours = StepWeights(targets=batch.targets, micro_batches=1, data_ranks=1).scale(LossFunction(model)(model, batch))
+    ours = StepWeights(targets=batch.targets, micro_batches=1, token_ranks=1).scale(LossFunction(model)(model, batch))
     torch.testing.assert_close(ours, model(input_ids=batch.inputs["input_ids"], labels=batch.labels).loss)
 
 

@@ -27,19 +27,14 @@ from shardwise.train.data.tokenizer import byte_tokenizer
 from shardwise.train.run import preflight
 from tests.engine.tensor.rig import WIDTH, Model, forget_meshes
 from tests.ranks import RankPools
-from tests.train.rig import TINY, losses, read, run_alone, run_here
+from tests.train.rig import furnish, losses, read, run_alone, run_here
 
 DATA = ["loss", "tokens", "grad_norm"]
 
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "texts").mkdir()
-    for i in range(20):
-        (tmp_path / "texts" / f"{i}.txt").write_text(
-            f"the {i} quick brown foxes jump over {i} lazy dogs. " * (1 + i % 5)
-        )
-    (tmp_path / "tiny.toml").write_text(TINY)
+    furnish(tmp_path)
     monkeypatch.chdir(tmp_path)
 
 

@@ -23,8 +23,8 @@ from shardwise.train.run.metrics import StepMetrics
 from tests.comm.nccl_double import doubled
 from tests.ranks import RankPools
 from tests.train.rig import (
-    TINY,
     WaitsForDeviceError,
+    furnish,
     read,
     train,
     waiting_raises,
@@ -33,12 +33,7 @@ from tests.train.rig import (
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "texts").mkdir()
-    for i in range(20):
-        (tmp_path / "texts" / f"{i}.txt").write_text(
-            f"the {i} quick brown foxes jump over {i} lazy dogs. " * (1 + i % 5)
-        )
-    (tmp_path / "tiny.toml").write_text(TINY)
+    furnish(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -21,7 +21,7 @@ from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.train import trainer
 from shardwise.train.config.files import load
 from tests.ranks import RankPools
-from tests.train.rig import TINY, read, train
+from tests.train.rig import furnish, read, train
 
 LAST = -1
 """The last rank."""
@@ -32,12 +32,7 @@ Snapshot = dict[str, Tensor]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "texts").mkdir()
-    for i in range(20):
-        (tmp_path / "texts" / f"{i}.txt").write_text(
-            f"the {i} quick brown foxes jump over {i} lazy dogs. " * (1 + i % 5)
-        )
-    (tmp_path / "tiny.toml").write_text(TINY)
+    furnish(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -20,7 +20,7 @@ from shardwise.train import trainer
 from shardwise.train.config.files import load
 from shardwise.train.output.checkpoints import Checkpoints
 from tests.ranks import RankPools
-from tests.train.rig import TINY, losses, read, run_alone, run_here
+from tests.train.rig import furnish, losses, read, run_alone, run_here
 
 MEMORY_KINDS = {
     "param_shards", "gathered_slots", "grad_shards", "reduce_slots", "optimizer", "buffers", "activations",
@@ -30,13 +30,7 @@ MEMORY_KINDS = {
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "texts").mkdir()
-    for i in range(20):
-        # Documents of unequal length, so that ranks and micro-batches have unequal numbers of targets.
-        (tmp_path / "texts" / f"{i}.txt").write_text(
-            f"the {i} quick brown foxes jump over {i} lazy dogs. " * (1 + i % 5)
-        )
-    (tmp_path / "tiny.toml").write_text(TINY)
+    furnish(tmp_path)
     monkeypatch.chdir(tmp_path)
 
 

@@ -1,7 +1,7 @@
 """The training loss: the mean over the targets of all ranks and micro-batches, however they are spread.
 
-Each rank's micro-batch contributes (sum of its negative log-likelihoods) * data_ranks / (targets of the whole step).
-The engine averages gradients over data ranks, so the result is the gradient of the mean over all targets: a rank with
+Each rank's micro-batch contributes (sum of its negative log-likelihoods) * token_ranks / (targets of the whole step).
+The engine averages gradients over these ranks, so the result is the gradient of the mean over all targets: a rank with
 little text weighs little. Averaging the ranks' means instead is the error of pytorch/torchtitan#1842.
 
 A model is called in one of two ways, decided by its signature:
@@ -68,12 +68,12 @@ class StepWeights:
     """Targets of all ranks and micro-batches of this step; at least 1."""
     micro_batches: int
     """Micro-batches of one rank."""
-    data_ranks: int
-    """Ranks over which the engine averages gradients: those with different batches."""
+    token_ranks: int
+    """Ranks over which the engine averages gradients: those with tokens of their own."""
 
     def scale(self, loss: MicroBatchLoss) -> Tensor:
         """Return the scalar to call `backward` on: 0-d, with grad. Does not communicate."""
-        scaled = loss.nll_sum * (self.data_ranks / self.targets)
+        scaled = loss.nll_sum * (self.token_ranks / self.targets)
         if loss.auxiliary is not None:
             scaled = scaled + loss.auxiliary / self.micro_batches
         return scaled

@@ -480,7 +480,7 @@ class Trainer:
         targets, tokens = (int(count) for count in self.ranks.sum(own, np.int64))
         lr = self.schedule(step)
         set_lr(self.optimizer, lr)
-        nll = self._accumulate(batches, StepWeights(targets, len(batches), self.ranks.data_ranks * self.ranks.slices))
+        nll = self._accumulate(batches, StepWeights(targets, len(batches), self.ranks.token_ranks))
         self.scaler.unscale_(self.optimizer)
         grad_norm = self._clip()
         self._update(self._not_finite(nll, grad_norm))

@@ -420,6 +420,11 @@ class ParallelConfig(_section("parallel")):  # type: ignore[misc]  # made from t
         return keys
 
     @property
+    def axes_of_a_batch(self) -> dict[str, int]:
+        """Sizes, by name, of the axes whose ranks work on the same batch, without those of one rank."""
+        return {name: size for name in ("cp", "tp") if (size := getattr(self, name)) > 1}
+
+    @property
     def ranks_per_batch(self) -> int:
         """The number of consecutive ranks that work on the same batch."""
         return int(self.cp * self.tp)
@@ -648,14 +653,14 @@ class Config(Section):
 
 def _over(parallel: ParallelConfig) -> str:
     """Return what the number of ranks is divided by to get the number of data ranks, in words."""
-    return "".join(f" / {axis}" for axis in ("cp", "tp") if getattr(parallel, axis) > 1)
+    return "".join(f" / {axis}" for axis in parallel.axes_of_a_batch)
 
 
 def _fitted(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
     """Return the section with the shard group that follows from the copies. Raises MeshError if sizes do not fit the
     ranks or the strategy."""
     if world_size % parallel.ranks_per_batch:
-        asked = " x ".join(f"{axis}={getattr(parallel, axis)}" for axis in ("cp", "tp") if getattr(parallel, axis) > 1)
+        asked = " x ".join(f"{axis}={size}" for axis, size in parallel.axes_of_a_batch.items())
         raise MeshError(
             f"parallel.{asked} does not divide the {world_size} ranks; use one of {divisors(world_size)} or "
             "another number of ranks"
@@ -681,7 +686,7 @@ def _fitted(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
 def _check_groups(parallel: ParallelConfig, data_ranks: int) -> None:
     group, ranks = parallel.shard_group, f"{data_ranks} ranks"
     if parallel.ranks_per_batch > 1:
-        over = "".join(f" / {axis}={getattr(parallel, axis)}" for axis in ("cp", "tp") if getattr(parallel, axis) > 1)
+        over = "".join(f" / {axis}={size}" for axis, size in parallel.axes_of_a_batch.items())
         ranks = f"{data_ranks} data ranks ({data_ranks * parallel.ranks_per_batch}{over})"
     if group is not None:
         if data_ranks % group:

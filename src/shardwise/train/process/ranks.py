@@ -49,6 +49,11 @@ class Ranks(Together):
         return self.rank // self.per_batch
 
     @property
+    def token_ranks(self) -> int:
+        """Number of ranks with tokens of their own: those over which the engine averages gradients."""
+        return self.world_size // self.per_slice
+
+    @property
     def slices(self) -> int:
         """Number of slices that a batch's sequences are divided into."""
         return self.per_batch // self.per_slice
