@@ -28,6 +28,12 @@ from shardwise.errors import ConfigError, UsageError
 
 IGNORED = -100
 """The label of a token that the loss leaves out."""
+_ATTENDS = "_shardwise_attends_across"
+"""Attribute of a model that attends across slices."""
+_NAME = "sdpa-over-cp-"
+"""Beginning of the name that the attention of a group of ranks has in transformers."""
+_KNOWN: dict[str, ContextParallel] = {}
+"""By name of a process group."""
 
 
 def sequence_slice(batch: Mapping[str, Any], mesh: DeviceMesh, shift_labels: bool = True) -> dict[str, Any]:
@@ -35,8 +41,8 @@ def sequence_slice(batch: Mapping[str, Any], mesh: DeviceMesh, shift_labels: boo
 
     Args:
         batch: the same on all ranks of one "cp" group: "input_ids" (rows, length) or "inputs_embeds" (rows, length,
-            width), and what else the model takes. Tensors of the shape (rows, length, ...) are sliced along dim 1,
-            others stay. "cp" must divide the length.
+            width), and what else the model takes. Tensors of the shape (rows, length, ...), or of one row, are sliced
+            along dim 1, others stay. "cp" must divide the length.
         mesh: with an axis "cp", as `sw.mesh` makes it.
         shift_labels: "labels" (rows, length) are the tokens themselves, as causal language models take them. The slice
             then has "shift_labels", each token's next one, since the last token's is in the next slice; and
@@ -60,9 +66,9 @@ def sequence_slice(batch: Mapping[str, Any], mesh: DeviceMesh, shift_labels: boo
         given["shift_labels"] = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         targets = (given["shift_labels"] != IGNORED).sum()
         given["num_items_in_batch"] = targets.clamp(min=1) / ranks
-    where = slice(own * (length // ranks), (own + 1) * (length // ranks))
+    where, whole = slice(own * (length // ranks), (own + 1) * (length // ranks)), {(rows, length), (1, length)}
     return {
-        name: value[:, where].contiguous() if isinstance(value, Tensor) and value.shape[:2] == (rows, length) else value
+        name: value[:, where].contiguous() if isinstance(value, Tensor) and tuple(value.shape[:2]) in whole else value
         for name, value in given.items()
     }
 
@@ -75,7 +81,7 @@ def context_attention(
     attention: Callable[..., Tensor] = F.scaled_dot_product_attention,
     **options: Any,
 ) -> Tensor:
-    """Attend over whole sequences of which each rank has a slice. Every rank of the mesh must call this.
+    """Attend over whole sequences, of which each rank has a slice. Every rank of the mesh must call this.
 
     Args:
         query, key, value: (rows, heads, length / ranks, head size): this rank's slice, all heads. Key and value may
@@ -144,20 +150,11 @@ def attend_across(model: nn.Module, mesh: DeviceMesh) -> None:
                 _over(mesh).attach(module)
 
 
-_ATTENDS = "_shardwise_attends_across"
-"""Attribute of a model that attends across slices."""
-_KNOWN: dict[str, ContextParallel] = {}
-"""By name of a process group."""
-
-
 def _over(mesh: DeviceMesh) -> ContextParallel:
     name: str = mesh.get_group().group_name
     if name not in _KNOWN or _KNOWN[name].mesh != mesh:
         _KNOWN[name] = ContextParallel(mesh, f"{_NAME}{name}")
     return _KNOWN[name]
-
-
-_NAME = "sdpa-over-cp-"
 
 
 class ContextParallel:
@@ -172,7 +169,7 @@ class ContextParallel:
     def __init__(self, mesh: DeviceMesh, name: str) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        self.mesh = mesh  # it knows its group by name: one that were held here would be destroyed after torch's threads
+        self.mesh = mesh  # not the group: held to the end of the process, it would make torch abort
         self._name = name
         self._is_sliced = False
         """Whether a forward of slices is in progress. What follows is about that."""
@@ -199,8 +196,8 @@ class ContextParallel:
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Number the tokens by where they are in the whole sequences, and learn those."""
-        given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
-        given |= given.pop("kwargs", {})
+        names = inspect.signature(model.forward).parameters
+        given = dict(zip(names, args, strict=False)) | kwargs
         has_cache = given.get("use_cache") or given.get("past_key_values") is not None
         self._is_sliced = not has_cache and not is_generating(model)
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
@@ -269,8 +266,8 @@ class ContextParallel:
 
         if self._is_sliced and (attention_mask is None or options.get("position_bias") is not None):
             raise UsageError(f"{type(module).__name__} attends in a way of its own: it cannot be run with cp > 1")
-        is_whole = attention_mask is None or attention_mask.shape[-1] == key.shape[2]
-        if attention_mask is None or (is_whole and attention_mask.dtype != torch.int64):
+        has_lengths = attention_mask is not None and attention_mask.dtype == torch.int64
+        if attention_mask is None or not (has_lengths or attention_mask.shape[-1] == key.shape[2] * self.mesh.size()):
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         query, key, value = _whole_sequences(query, key, value, self.mesh)
         heads: Any = SimpleNamespace(
@@ -280,7 +277,7 @@ class ContextParallel:
         def within(mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return sdpa_attention_forward(heads, query, key, value, mask, **options)[0]
 
-        if attention_mask.dtype != torch.int64:
+        if not has_lengths:
             attended = within(attention_mask, query, key, value)
         elif attention_mask.shape[1] == 1:
             attended = within(None, query, key, value)
