@@ -114,18 +114,16 @@ def test_sources_of_one_block_are_drawn_from_as_rows_in_memory(parts: list[tuple
 
 
 def test_going_on_loads_no_block_that_is_behind() -> None:
-    loaded: list[int] = []
+    def stream(loaded: list[int]) -> Stream[PackedRows]:
+        def load(block: int) -> PackedRows:
+            loaded.append(block)
+            return packed(block * 5, 5)
 
-    def load(block: int) -> PackedRows:
-        loaded.append(block)
-        return packed(block * 5, 5)
-
-    def stream() -> Stream[PackedRows]:
         return Stream.of([Source(40, "40", 1.0, load, [packed(0, 5)])])
 
-    _, position = drawn(stream(), 31, (1, 1), 4)  # 124 rows: the 25th block is the one that is drawn from
-    loaded.clear()
-    drawn(stream(), 1, (1, 1), 2, position)
+    _, position = drawn(stream([]), 31, (1, 1), 4)  # 124 rows: the 25th block is the one that is drawn from
+    loaded: list[int] = []  # not also the first stream's, whose thread may still make a block
+    drawn(stream(loaded), 1, (1, 1), 2, position)
     assert len(loaded) <= 3  # that block, the next one, and perhaps the one after it
 
 
