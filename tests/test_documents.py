@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import io
 import json
 import re
 import shlex
 import shutil
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,13 +30,10 @@ from shardwise.cli.process import launch
 from shardwise.plan.hardware.devices import device_names
 from shardwise.train import trainer
 from shardwise.train.config.files import load
+from tests.documents import PAGES, ROOT, Block, blocks
 from tests.engine.rig import on_ranks
+from tests.ranks import RankPools
 
-ROOT = Path(__file__).parent.parent
-PAGES = [
-    "README.md",
-    *(f"docs/{name}.md" for name in ("user-guide", "data", "integrations", "failures", "fsdp1", "fsdp2", "jax")),
-]
 TOKENIZER = ROOT / "recipes" / "python-tokenizer"
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 CONFIG = transformers.LlamaConfig(
@@ -41,18 +41,11 @@ CONFIG = transformers.LlamaConfig(
 )
 
 
-def blocks(page: str, language: str) -> list[str]:
-    """Return a page's fenced blocks of a language; those of language "" hold commands."""
-    parts = re.split(r"^```(.*)$", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
-    opened = zip(parts[1::4], parts[2::4], strict=True)  # text, language, block, the end's nothing, text, ...
-    return [block for found, block in opened if found == language]
-
-
 def commands() -> Iterator[list[str]]:
     """Yield the words of every `shardwise ...` command in a fenced block, without `shardwise` and comments."""
     for page in PAGES:
         for block in blocks(page, ""):
-            for line in block.splitlines():
+            for line in [] if block.marks else block.text.splitlines():
                 words = shlex.split(line, comments=True)
                 if words[:1] == ["shardwise"]:
                     yield words[1:]
@@ -61,29 +54,42 @@ def commands() -> Iterator[list[str]]:
 COMMANDS = list(commands())
 
 
-@pytest.fixture(autouse=True)
-def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Working directory with small versions of all files that the pages name."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(ROOT / "recipes", "recipes")
-    for place in ("models/my-model", "my-model", "runs/quickstart/final"):
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with small versions of all files that the pages name; not to be changed."""
+    place = tmp_path_factory.mktemp("furnished")
+    with contextlib.chdir(place):
+        shutil.copytree(ROOT / "recipes", "recipes")
         torch.manual_seed(0)
-        transformers.AutoModelForCausalLM.from_config(CONFIG).save_pretrained(place)
+        transformers.AutoModelForCausalLM.from_config(CONFIG).save_pretrained("my-model")
         tokenizer = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
         tokenizer.chat_template = TEMPLATE
-        tokenizer.save_pretrained(place)
-    rows = [
-        [{"role": "user", "content": f"{n} + {n}?"}, {"role": "assistant", "content": f"{2 * n}"}] for n in range(60)
-    ]
-    Path("instructions.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    Path("ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}))
-    Path("texts").mkdir()
-    adapter = Path("runs/lora/checkpoints/step-000100")
-    adapter.mkdir(parents=True)
-    layer = "base_model.model.model.layers.0.self_attn.q_proj"
-    factors = {f"{layer}.lora_A.weight": torch.ones(2, 16), f"{layer}.lora_B.weight": torch.ones(16, 2)}
-    save_file(factors, adapter / "adapter_model.safetensors")
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+        tokenizer.save_pretrained("my-model")
+        for name in ("models/my-model", "runs/quickstart/final", "runs/talk/final", "org/model", "org/name@revision"):
+            shutil.copytree("my-model", name)
+        rows = [
+            [{"role": "user", "content": f"{n} + {n}?"}, {"role": "assistant", "content": f"{2 * n}"}]
+            for n in range(60)
+        ]
+        Path("instructions.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+        Path("questions.jsonl").write_text("".join(json.dumps({"messages": row[:1]}) + "\n" for row in rows[:2]))
+        Path("ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}))
+        Path("held-out.txt").write_text("import os\nimport sys\n" * 20)
+        Path("texts").mkdir()
+        layer = "base_model.model.model.layers.0.self_attn.q_proj"
+        factors = {f"{layer}.lora_A.weight": torch.ones(2, 16), f"{layer}.lora_B.weight": torch.ones(16, 2)}
+        for adapter in map(Path, ("runs/lora/checkpoints/step-000100", "runs/lora/final")):
+            adapter.mkdir(parents=True)
+            save_file(factors, adapter / "adapter_model.safetensors")
+            (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    return place
+
+
+@pytest.fixture(autouse=True)
+def room(furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a copy of those files."""
+    shutil.copytree(furnished, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -93,7 +99,10 @@ def test_there_are_commands_on_the_pages() -> None:
     assert len(COMMANDS) >= 15
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(words, marks=[pytest.mark.slow] * (words[0] == "export"), id=" ".join(words)) for words in COMMANDS],
+)
 def test_commands_are_taken_as_printed(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,45 +122,44 @@ def test_commands_are_taken_as_printed(
     monkeypatch.setattr("shardwise.cli.on_jax.plan", begin)
     monkeypatch.setattr("shardwise.hub.upload", begin)
     monkeypatch.setattr(plan_command, "_show", lambda answer, options: None)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     if "run.toml" in words and words[0] == "plan":
         assert run(["convert", "ds_config.json", "run.toml"]) == 0
         text = Path("run.toml").read_text()
         Path("run.toml").write_text('[model]\npath = "my-model"\n' + text if "[model]" not in text else text)
     assert run(words) == 0, capsys.readouterr().err
-    assert bool(begun) == (words[0] in {"train", "push", "plan", "bench"})
+    assert bool(begun) == (words[0] in {"train", "push", "plan", "bench"} or "--ranks" in words)
 
 
 @pytest.mark.slow
 @on_ranks(1)
 def test_the_fine_tuning_that_the_guide_prints(room: Path) -> None:
     """With fewer steps."""
-    whole = next(block for block in blocks("docs/user-guide.md", "toml") if "[data]" in block)
+    whole = blocks("docs/configs.md", "toml")[0].text
     Path("run.toml").write_text(whole)
     trainer.run(load("run.toml", ["train.steps=2", "checkpoint.every=1", "parallel.param_dtype=fp32"]))
     model = transformers.AutoModelForCausalLM.from_pretrained("runs/run/final")
     assert model.config.hidden_size == 16
 
 
-def test_the_adapters_that_the_guide_prints() -> None:
-    """They are a section more beside what a configuration has."""
-    whole, adapters, *_ = blocks("docs/user-guide.md", "toml")
-    Path("run.toml").write_text(adapters + whole[whole.index("[data]") :])
-    config = load("run.toml")
-    assert (config.lora.r, config.lora.base, config.model.dtype) == (16, "nf4", "bf16")
-
-
-def test_the_task_that_the_guide_prints() -> None:
-    *_, task, _ = blocks("docs/user-guide.md", "toml")
-    Path("run.toml").write_text(task)
-    assert load("run.toml").model.task == "sequence-classification"
-
-
-def test_the_names_of_a_hub_that_the_guide_prints() -> None:
-    """They are sections of a configuration."""
-    *_, named = blocks("docs/user-guide.md", "toml")
-    Path("run.toml").write_text(f"{named}\n[train]\nsteps = 1\n")
-    config = load("run.toml")
-    assert (config.model.pretrained, config.data.subset, config.hub.private) == ("org/base", "english", True)
+@pytest.mark.parametrize(
+    "block", [block for page in PAGES for block in blocks(page, "toml")], ids=lambda block: block.name
+)
+def test_configurations_are_taken_as_printed(block: Block) -> None:
+    """A block is a configuration, or some of its sections; the others are a small run's."""
+    printed = tomllib.loads(block.text)
+    others = {
+        "model": '[model]\npath = "models/my-model"\n',
+        "data": '[data]\nsource = "instructions.jsonl"\n',
+        "train": "[train]\nsteps = 1\n",
+    }
+    Path("run.toml").write_text(block.text + "".join(text for name, text in others.items() if name not in printed))
+    config = load("run.toml", [] if "steps" in printed.get("train", {"steps": 1}) else ["train.steps=1"])
+    sections = [(section, key, value) for section, keys in printed.items() for key, value in keys.items()]
+    assert sections
+    for section, key, value in sections:
+        taken = getattr(getattr(config, section), {"path": "pretrained"}.get(key, key))
+        assert isinstance(value, list | dict) or taken == value, f"{section}.{key}"
 
 
 @on_ranks(1)
@@ -170,7 +178,7 @@ def test_the_loop_that_the_readme_prints() -> None:
         "loss_of": loss_of,
         "prompts": prompts,
     }
-    loop = next(block for block in blocks("README.md", "python"))
+    loop = blocks("README.md", "python")[0].text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", lambda backend: None)  # there is one
         patch.setattr(dist, "destroy_process_group", lambda: None)  # and others need it
@@ -179,6 +187,71 @@ def test_the_loop_that_the_readme_prints() -> None:
     assert weights.keys() == before.keys()
     assert any(not torch.equal(weights[name], before[name]) for name in before)
     assert 3 < names["text"].shape[1] <= 53  # type: ignore[attr-defined]
+
+
+class Llama(transformers.LlamaForCausalLM):
+    """With a method beside `forward`."""
+
+    def encode(self, tokens: torch.Tensor) -> Any:
+        return self.model(tokens)
+
+
+def _run_page(page: str) -> None:
+    """Run a page's blocks of Python one after another, each with the names that those before it left."""
+    torch.manual_seed(0)
+    tokens = torch.arange(16).reshape(2, 8)
+    names: dict[str, Any] = {
+        "sw": sw,
+        "torch": torch,
+        "nn": nn,
+        "F": nn.functional,
+        "LlamaDecoderLayer": transformers.models.llama.modeling_llama.LlamaDecoderLayer,
+        "build_model": lambda: Llama(CONFIG),
+        "loss_of": lambda out, targets: nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten()),
+        "tokens": tokens,
+        "targets": tokens,
+        "batches": [(tokens, tokens)] * 2,
+        "send": lambda name, tensor: None,
+    }
+    if page == "docs/generate.md":
+        tokenizer = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+        tokenizer.chat_template = TEMPLATE
+        names |= {"model": sw.shard(Llama(CONFIG)), "tokenizer": tokenizer}
+    for block in blocks(page, "python"):
+        if {"not run", "run by"} & block.marks.keys():
+            continue
+        exec(compile("\n" * block.line + block.text, block.page, "exec"), names)
+
+
+RUN_HERE = [
+    (page, max(int(block.marks.get("ranks", 1)) for block in found))
+    for page in PAGES
+    if page != "README.md"
+    and (found := [block for block in blocks(page, "python") if not {"not run", "run by"} & block.marks.keys()])
+]
+
+
+@pytest.mark.parametrize(("page", "number"), RUN_HERE)
+def test_the_python_of_a_page_runs(page: str, number: int, ranks: RankPools, tmp_path: Path) -> None:
+    ranks(number).run(_run_page, page)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_runs_or_says_why_not(page: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for block in blocks(page):
+        if "run by" in block.marks:
+            test = ROOT / block.marks["run by"]
+            assert page in test.read_text(encoding="utf-8"), f"{block.name}: {test} does not name this page"
+        elif "not run" in block.marks or block.language in {"text", "diff", "toml", "python"}:
+            continue  # a reason; output; or run above
+        else:
+            assert block.language in {"", "json"}, f"{block.name}: say `not run` or `run by` above it"
+        for line in block.text.splitlines() if block.language == "" else []:
+            words = shlex.split(line, comments=True)[:2]
+            known = not words or words[0] == "shardwise" or (words[0] == "make" and f"\n{words[1]}:" in makefile)
+            known = known or words == [".ci/run"] or page == "docs/examples.md"  # tests/examples runs those
+            assert known, f"{block.name}: {line}"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -197,8 +270,8 @@ def test_names_on_the_pages_exist(page: str) -> None:
             assert not name.strip() or hasattr(found, name.split()[0]), f"{module}: {name}"
 
 
-def test_the_guide_names_what_the_planner_has_packaged() -> None:
-    guide = (ROOT / "docs" / "user-guide.md").read_text(encoding="utf-8")
-    named = re.findall(r"`([^`\s]+)`", guide.split("### Packaged shapes and devices")[1].split("\n### ")[0])
+def test_a_page_names_what_the_planner_has_packaged() -> None:
+    guide = (ROOT / "docs" / "shapes.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([^`\s]+)`", guide)
     assert [name for name in named if name in sw.plan.shapes()] == [*sw.plan.shapes()]
     assert {*device_names()} <= {*named}

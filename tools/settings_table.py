@@ -1,4 +1,4 @@
-"""Write the table of settings in the user guide, from their description in `shardwise.policy.settings`.
+"""Write the table of settings in docs/settings.md, from their description in `shardwise.policy.settings`.
 
 python tools/settings_table.py
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardwise.policy.settings import ARGUMENTS, RUN
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "user-guide.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 MARKED = re.compile(r"(?<=<!-- settings: tools/settings_table.py -->\n).*?(?=<!-- end of settings -->)", re.DOTALL)
 """The table in the page."""
 _HEAD = ("setting", "what it is", "if left out", "`sw.shard`", "in a configuration", "`shardwise plan`")

@@ -2,7 +2,7 @@
 
 Each field of the classes below is one setting, with its type, default and `Setting`. Derived from them are the
 arguments of `sw.plan.forecast`, the keys of a training configuration, the options of `shardwise plan`, the translation
-of each into the others, `ShardwisePlugin`, what the backend "jax" refuses, and the table in the user guide.
+of each into the others, `ShardwisePlugin`, what the backend "jax" refuses, and the table in docs/settings.md.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Setting:
     """How one setting is documented, checked, and written in files and on command lines."""
 
     help: str
-    """What it is, in one or two sentences that fit a configuration, a command line and the user guide."""
+    """What it is, in one or two sentences that fit a configuration, a command line and a table."""
     unset: str = ""
     """What None, its default, means."""
     plain: Any = None
