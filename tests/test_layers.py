@@ -11,7 +11,7 @@ from tests.layers import MODULES, ROOT, imports_of
 LAYERS = [
     {"accelerators", "downloads", "errors", "liveness", "registry", "suggest", "tables", "toml_text"},
     {"fsdp"},
-    {"device_tools", "layout", "policy", "foreign", "hub", "together"},
+    {"device_tools", "layout", "pages", "policy", "foreign", "hub", "together"},
     {"comm", "files"},
     {"sharded"},
     {"modules", "offload"},
@@ -59,8 +59,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "run": {"config", "data"},
         "process": set(),
         "build": {"config", "data", "process"},
-        "output": {"config", "data", "run", "process", "build"},
-        "on_jax": {"config", "data", "run", "process", "output"},
+        "report": {"config", "run"},
+        "output": {"config", "data", "run", "process", "build", "report"},
+        "on_jax": {"config", "data", "run", "process", "output", "report"},
         "tasks": {"config", "data", "run", "process", "build", "output"},
         ".": {"config", "data", "run", "process", "build", "output", "tasks"},
     },
@@ -69,6 +70,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
 NO_TORCH = {
     "errors",
     "liveness",
+    "pages",
     "registry",
     "suggest",
     "tables",

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.layers import MODULES
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("shardwise.train.config.", "shardwise.train.data.", "shardwise.train.run.")
+ROOMS = ("shardwise.train.config.", "shardwise.train.data.", "shardwise.train.run.", "shardwise.train.report.")
 PROGRAM = """
 import importlib, sys
 from pathlib import Path

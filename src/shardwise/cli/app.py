@@ -13,6 +13,7 @@ from shardwise.cli import bench as bench_script
 from shardwise.cli import generate as generate_command
 from shardwise.cli import init as init_command
 from shardwise.cli import plan as plan_command
+from shardwise.cli import report as report_command
 from shardwise.cli.foreign import convert as convert_configuration
 from shardwise.cli.foreign import is_configuration
 from shardwise.cli.process.exit import Exit, full_traceback, mistake
@@ -273,6 +274,7 @@ def push(
 app.command()(init_command.init)
 app.command()(generate_command.generate)
 app.command()(plan_command.plan)
+app.command()(report_command.report)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

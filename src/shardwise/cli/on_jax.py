@@ -274,7 +274,7 @@ def _table(asked: Asked, title: str, rows: Sequence[Row], note: str) -> str:
 
 def _write_page(asked: Asked, title: str, rows: Sequence[Row], found: Mapping[str, Any], path: Path) -> None:
     """Write an HTML page with the table, and with what each XLA program holds in memory and sends."""
-    from shardwise.plan.report.rendering import filled, write_page
+    from shardwise.pages import filled, write_page
 
     of_jax = [row for row in rows if row.backend == "jax"]
     programs = zip(of_jax, found["rows"], strict=True)

@@ -159,7 +159,8 @@ def _packaged() -> str:
 
 def _show(answer: "Plan", options: Options) -> None:
     """Print the answer and write the requested files. Raises PlanError if nothing fits."""
-    from shardwise.plan.report.rendering import page_html, table_text, write_page
+    from shardwise.pages import write_page
+    from shardwise.plan.report.rendering import page_html, table_text
 
     print(json.dumps(answer.to_dict(), indent=2) if options.json else table_text(answer.report))
     text, refused = _training_config(answer, options.config) if options.config or options.html else ("", None)

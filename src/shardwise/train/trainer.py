@@ -27,7 +27,7 @@ from shardwise.model_tools.memory import replicated
 from shardwise.modules.deferred_init.materialize import init_on_device, skip_init
 from shardwise.modules.deferred_init.progress import log_to
 from shardwise.plan.models.transformers_models import quiet_transformers
-from shardwise.policy.kinds import KINDS, STATE_KINDS
+from shardwise.policy.kinds import KINDS
 from shardwise.train.answering import Answering
 from shardwise.train.build import auto, compute_dtype, rank_consistency
 from shardwise.train.build.lora import base_digest, start_heads
@@ -48,11 +48,14 @@ from shardwise.train.output.console import Footprint, RunConsole, compared_with_
 from shardwise.train.output.export import Form, export
 from shardwise.train.output.out_of_memory import explained
 from shardwise.train.output.push import push_final
+from shardwise.train.output.run_report import device_words, facts_of
 from shardwise.train.process.interruption import Interrupted, Interruption
 from shardwise.train.process.ranks import Ranks, started
+from shardwise.train.report.page import leave_report
 from shardwise.train.run.best import LOSS, Best
 from shardwise.train.run.checkpoints import Resumed, why_finished
 from shardwise.train.run.directory import RunDirectory
+from shardwise.train.run.launches import EVALUATIONS, EXPORT, SAVES, STEPS, LaunchLog
 from shardwise.train.run.metrics import MetricsWriter, StepMetrics, open_writer
 from shardwise.train.run.preflight import check_supported
 from shardwise.train.run.run_lock import claimed
@@ -142,6 +145,7 @@ class Trainer:
         Args:
             config: already fitted to the number of ranks (`Config.for_ranks`).
         """
+        self.launches = LaunchLog()
         quiet_transformers()
         self.config = config
         self.ranks = ranks
@@ -293,8 +297,12 @@ class Trainer:
                 if self.ranks.is_first:
                     opened = open_writer(directory, self.config, self.first_step, self.console.say)
                     writer = stack.enter_context(opened)
+                    device = device_words(self.ranks.device)
+                    self.launches.open(directory.launches, self.first_step, self.ranks.world_size, device)
+            stack.callback(lambda: self.launches.write(self.taken))
             if self.evaluates_first:
-                self._evaluate(self.first_step, writer, directory)
+                with self.launches.spending(EVALUATIONS):
+                    self._evaluate(self.first_step, writer, directory)
                 if self.interruption.agreed:
                     self._leave(checkpoints, self.first_step)
             while self.taken < train.steps and not self.best.ends(train.patience):
@@ -305,26 +313,39 @@ class Trainer:
                 evaluates = last or (train.eval_every > 0 and taken % train.eval_every == 0)
                 read_all = evaluates or checkpoints.is_due(taken) or self.interruption.agreed
                 self._report(writer, 1 if self.reads_late and not read_all else 0)
-                evaluated = self._evaluate(taken, writer, directory) if evaluates else True
+                with self.launches.spending(EVALUATIONS):
+                    evaluated = self._evaluate(taken, writer, directory) if evaluates else True
                 stops = self.best.ends(train.patience)
                 ends_here = (self.interruption.agreed and not last) or stops
                 is_best = self.config.checkpoint.keep_best and self.best.step == taken
                 if checkpoints.is_due(taken) or is_best or (ends_here and checkpoints.are_on):
                     if writer is not None:
                         writer.flush()
-                    self._save(checkpoints, taken, evaluated)
+                    with self.launches.spending(SAVES):
+                        self._save(checkpoints, taken, evaluated)
+                    self.launches.write(taken)
                 if self.interruption.agreed and not (last or stops):
                     self._leave(checkpoints, taken)
-        if self.taken < train.steps:
+        self._end(checkpoints, directory)
+
+    def _end(self, checkpoints: Checkpoints, directory: RunDirectory) -> None:
+        """Write `final/`, print the summary and write the report. Every rank must call this."""
+        steps = self.config.train.steps
+        if self.taken < steps:
             self.console.say(
-                f"stopped after step {self.taken} of {train.steps}: {self.best.waited} evaluations in a row were not "
+                f"stopped after step {self.taken} of {steps}: {self.best.waited} evaluations in a row were not "
                 f"better than the best, {self.best}"
             )
-        footprint = self._footprint()
+        memory = self.ranks.all_gather_object(dict(sw.memory(self.model).peak))
+        footprint = compared_with_ddp(memory, replicated(self.model))
         self.console.doing(f"writing {directory.final}")
-        step = self._load_best(checkpoints)
-        export(self.model, self.task.processor, directory, self.ranks, step, self.form)
+        with self.launches.spending(EXPORT):
+            step = self._load_best(checkpoints)
+            export(self.model, self.task.processor, directory, self.ranks, step, self.form)
         self._sum_up(directory, footprint)
+        if self.ranks.is_first:
+            self.launches.write(self.taken)
+            leave_report(directory, facts_of(self.model, memory, self.outlook), self.console.say)
 
     def _check_documents(self) -> None:
         """Check that the model keeps documents apart if it is to. Every rank must call this."""
@@ -437,6 +458,7 @@ class Trainer:
         elapsed_s = now_s - max(taken.start_s, self.last_read_s)  # it may have started before the previous one ended
         self.last_read_s = now_s
         self.step_times_s.append(elapsed_s)
+        self.launches.add(STEPS, elapsed_s)
         return StepMetrics(
             step=taken.step,
             loss=loss,
@@ -624,13 +646,6 @@ class Trainer:
             return Form.WHOLE
         is_complete = self.config.model.pretrained is not None and not self.task.shape.labels
         return Form.ADAPTER if is_complete else Form.MERGED
-
-    def _footprint(self) -> Footprint:
-        """Return this run's bytes per rank beside DDP's. Every rank must call this."""
-        own = sw.memory(self.model).peak
-        return compared_with_ddp(
-            self.ranks.all_gather_object({kind: own[kind] for kind in STATE_KINDS}), replicated(self.model)
-        )
 
     def _sum_up(self, directory: RunDirectory, footprint: Footprint) -> None:
         """Print a sample and the summary table. Every rank must call this, because generating is collective."""

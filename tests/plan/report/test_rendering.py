@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import PlanError
+from shardwise.errors import UserError
+from shardwise.pages import COLOURS, write_page
 from shardwise.plan.report.lanes import lanes
-from shardwise.plan.report.rendering import COLOURS, WIDTH, page_html, table_text, write_page
+from shardwise.plan.report.rendering import WIDTH, page_html, table_text
 from shardwise.plan.report.report import amount, range_text
-from shardwise.plan.search.exploration import MEMORY_WORDS
-from shardwise.policy.kinds import KINDS
+from shardwise.policy.kinds import KINDS, MEMORY_WORDS
 from tests.plan.doubles import report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -168,7 +168,7 @@ def test_a_page_where_nothing_fits() -> None:
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"cannot write .*: No such file or directory"):
+    with pytest.raises(UserError, match=r"cannot write .*: No such file or directory"):
         write_page(page_html(report(gpus_per_node=8)), tmp_path / "nowhere" / "page.html")
 
 

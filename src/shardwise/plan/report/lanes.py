@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shardwise.plan.dry_run.recording import StepPhase
+from shardwise.pages import OTHER, PHASES, WAITING
 from shardwise.plan.simulate.timeline import COMPUTE, Timeline
 
-WAITING = "waiting"
-COLOURS = {
-    StepPhase.FORWARD.value: "#3b7dd8",
-    StepPhase.BACKWARD.value: "#d9772b",
-    StepPhase.RECOMPUTE.value: "#e3b341",
-    StepPhase.OPTIMIZER.value: "#4b9c5a",
-    WAITING: "#d64545",
-}
-"""By phase of the step."""
-_OTHER = "#8a8f98"
 _HAIR = 5e-4
 """Gaps of this part of a step are too small to see."""
 
@@ -40,13 +30,13 @@ def lanes(timeline: Timeline) -> dict[str, list[Block]]:
         found[stream] = _joined(
             Block(
                 span.phase.value if stream == COMPUTE else f"{span.name} {span.owner}",
-                COLOURS.get(span.phase.value, _OTHER),
+                PHASES.get(span.phase.value, OTHER),
                 span.start_s / end_s,
                 span.end_s / end_s,
             )
             for span in spans
         )
-    waits = (Block(WAITING, COLOURS[WAITING], one.start_s / end_s, one.end_s / end_s) for one in timeline.stalls)
+    waits = (Block(WAITING, PHASES[WAITING], one.start_s / end_s, one.end_s / end_s) for one in timeline.stalls)
     return {**found, WAITING: _joined(waits)}
 
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
-from shardwise.errors import PlanError
-from shardwise.plan.report.lanes import COLOURS as PHASES
+from shardwise.pages import COLOURS, PHASES, filled
 from shardwise.plan.report.lanes import lanes
 from shardwise.plan.report.report import PlanReport, amount, batch_name, parts, range_text, shown_rows, strategy_name
 from shardwise.plan.search.exploration import (
-    MEMORY_WORDS,
     Candidate,
     Exploration,
     available_bytes,
     gib,
     needed_bytes,
 )
+from shardwise.policy.kinds import MEMORY_WORDS
 
 WIDTH = 80
 _BAR = 32
@@ -125,28 +123,12 @@ def _wrapped(line: str, indent: str = "", further: str = "") -> str:
     return textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False)
 
 
-COLOURS = {
-    "param_shards": "#1f5a9e",
-    "gathered_slots": "#6ba4dc",
-    "grad_shards": "#b3541e",
-    "reduce_slots": "#f0a060",
-    "optimizer": "#5b8c3a",
-    "buffers": "#9a7fc0",
-    "activations": "#d4b106",
-    "temporaries": "#c26a8d",
-    "other": "#8c8c8c",
-    "fragmentation": "#c9c9c9",
-    "context": "#4a4a4a",
-    "nccl": "#707a86",
-}
-"""Colours by kind of memory, the same in every bar."""
-
-
 def page_html(report: PlanReport) -> str:
-    """Return the page. Raises PlanError as `filled`."""
+    """Return the page. Raises UserError as `filled`."""
     bars = report.bars
     return filled(
-        "page.html.jinja",
+        "plan.html.jinja",
+        _FILTERS,
         report=report,
         title=f"Plan: {report.title}",
         bars=bars,
@@ -160,39 +142,13 @@ def page_html(report: PlanReport) -> str:
     )
 
 
-def filled(template: str, **contents: object) -> str:
-    """Return a page: a template of `templates` with its contents filled in.
-
-    Raises:
-        PlanError: jinja2, of the extra `train`, is not installed.
-    """
-    try:
-        import jinja2
-    except ImportError:
-        raise PlanError(
-            "writing the page needs jinja2, which is not installed: pip install 'shardwise[train]'"
-        ) from None
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("shardwise.plan.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-    )
-    environment.filters.update(
-        gib=gib,
-        seconds=seconds,
-        amount=amount,
-        strategy=strategy_name,
-        batch=batch_name,
-        needed_bytes=needed_bytes,
-        range=range_text,
-    )
-    return environment.get_template(template).render(contents)
-
-
-def write_page(html: str, path: Path) -> None:
-    """Write a page. Raises PlanError if the file cannot be written."""
-    try:
-        path.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"cannot write {path}: {error.strerror}") from None
+_FILTERS: dict[str, Callable[..., object]] = {
+    "gib": gib,
+    "seconds": seconds,
+    "amount": amount,
+    "strategy": strategy_name,
+    "batch": batch_name,
+    "needed_bytes": needed_bytes,
+    "range": range_text,
+}
+"""Functions that the page's template uses."""

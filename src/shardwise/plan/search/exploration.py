@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.simulate.forecast import Forecast
+from shardwise.policy.kinds import MEMORY_WORDS
 
 Evaluate = Callable[[Job], Forecast]
 
@@ -132,23 +133,6 @@ def why_too_large(forecast: Forecast, has_bytes: int) -> str:
     kind, largest = max(forecast.memory.items(), key=lambda item: item[1])
     needs = needed_bytes(forecast)
     return f"needs {gib(needs)} of {gib(has_bytes)} GiB, of which {gib(largest)} for {MEMORY_WORDS[kind]}"
-
-
-MEMORY_WORDS = {
-    "param_shards": "parameter shards",
-    "gathered_slots": "gathered parameters",
-    "grad_shards": "gradient shards",
-    "reduce_slots": "gradients to reduce",
-    "optimizer": "optimizer state",
-    "buffers": "buffers",
-    "activations": "activations",
-    "temporaries": "temporaries",
-    "other": "other memory",
-    "fragmentation": "fragmentation",
-    "context": "GPU context",
-    "nccl": "NCCL buffers",
-}
-"""Names of kinds of memory for users. The last three are not blocks that live in the allocator."""
 
 
 def ranked(candidates: Iterable[Candidate], objective: Objective, budget_bytes: int | None) -> Exploration:

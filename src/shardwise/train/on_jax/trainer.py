@@ -42,9 +42,12 @@ from shardwise.train.on_jax.supported import REMAT, check_supported
 from shardwise.train.output.console import RunConsole
 from shardwise.train.output.push import push_final
 from shardwise.train.process.interruption import Interrupted, Interruption
+from shardwise.train.report.page import leave_report
 from shardwise.train.run import preflight
 from shardwise.train.run.checkpoints import Resumed, why_finished
 from shardwise.train.run.directory import RunDirectory
+from shardwise.train.run.facts import Facts
+from shardwise.train.run.launches import EVALUATIONS, EXPORT, SAVES, STEPS, LaunchLog
 from shardwise.train.run.metrics import MetricsWriter, StepMetrics, open_writer
 from shardwise.train.run.run_lock import claimed
 from shardwise.train.run.sample import TEMPERATURE, Sample, lengths
@@ -93,6 +96,7 @@ class Trainer:
 
     def __init__(self, config: Config, processes: RunProcesses, devices: list[Any], console: RunConsole) -> None:
         """config: already fitted to the number of devices (`Config.for_ranks`)."""
+        self.launches = LaunchLog()
         self.config, self.processes, self.console = config, processes, console
         train = config.train
         assert train.global_batch is not None, "Config.for_ranks fills it in"
@@ -106,7 +110,7 @@ class Trainer:
         self.share = Share(processes.rank, processes.world_size, own_rows)
         self.batches = Batches(self.data.train, self.share, self.global_batch, config.data.seed)
         self.held_out = EvaluationBatches(self.data.held_out, self.share)
-        self.first_step = 0
+        self.first_step = self.taken = 0
         self.evaluates_first = train.eval_every > 0
 
         fsdp, replica = axes_of(config, len(devices))
@@ -176,12 +180,20 @@ class Trainer:
                 if self.processes.is_first:
                     opened = open_writer(directory, self.config, self.first_step, self.console.say)
                     writer = stack.enter_context(opened)
+                    kind = self.devices[0].device_kind
+                    self.launches.open(directory.launches, self.first_step, len(self.devices), kind)
+            stack.callback(lambda: self.launches.write(self.taken))
             if self.evaluates_first and not self._evaluate(self.first_step, state, writer):
                 self._leave(self.first_step)
             for step in range(self.first_step, train.steps):
                 state = self._take(step, state)
-                state = self._after(step + 1, state, writer)
-        self._end(directory, state, footprint)
+                self.taken = step + 1
+                state = self._after(self.taken, state, writer)
+        with self.launches.spending(EXPORT):
+            self._end(directory, state, footprint)
+        if self.processes.is_first:
+            self.launches.write(self.taken)
+            leave_report(directory, Facts(), self.console.say)
 
     def _first_state(self) -> Any:
         """Return the state that training begins with: from a checkpoint, from pretrained weights, or initialised at
@@ -205,7 +217,7 @@ class Trainer:
         data = self.config.data
         with resumed.in_data(data):
             self.batches = Batches(self.data.train, self.share, self.global_batch, data.seed, resumed.position)
-        self.first_step = resumed.step
+        self.first_step = self.taken = resumed.step
         self.evaluates_first = resumed.extra.get("evaluated") is False
         for path in resumed.set_aside:
             self.console.say(f"a newer checkpoint is damaged and has been set aside: {path}")
@@ -226,13 +238,16 @@ class Trainer:
         saves = self.checkpoints.is_due(taken) or (self.interruption.agreed and self.checkpoints.are_on and not last)
         late = self.devices[0].platform != "cpu" and not (evaluates or saves or self.interruption.agreed)
         self._report(writer, 1 if late else 0)
-        evaluated = self._evaluate(taken, state, writer) if evaluates else True
+        with self.launches.spending(EVALUATIONS):
+            evaluated = self._evaluate(taken, state, writer) if evaluates else True
         if saves:
             if writer is not None:
                 writer.flush()
             position = self.batches.position(taken - self.first_step)
             extra = {"evaluated": evaluated, "param_dtype": self.compute_dtype}
-            self.checkpoints.save(taken, state, position, extra)
+            with self.launches.spending(SAVES):
+                self.checkpoints.save(taken, state, position, extra)
+            self.launches.write(taken)
         if self.interruption.agreed and not last:
             self._leave(taken)
         return state
@@ -257,6 +272,7 @@ class Trainer:
         elapsed_s = now_s - max(taken.start_s, self.last_read_s)
         self.last_read_s = now_s
         self.step_times_s.append(elapsed_s)
+        self.launches.add(STEPS, elapsed_s)
         tokens = self.global_batch * self.config.data.seq_len
         return StepMetrics(
             step=taken.step,

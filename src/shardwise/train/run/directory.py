@@ -38,6 +38,26 @@ class RunDirectory:
         return self.path / "evaluations.jsonl"
 
     @property
+    def launches(self) -> Path:
+        """File with the launches of the run, as `run.launches` writes it."""
+        return self.path / "launches.jsonl"
+
+    @property
+    def facts(self) -> Path:
+        """File with one JSON object: what the last launch found out about the model and its ranks."""
+        return self.path / "facts.json"
+
+    @property
+    def report(self) -> Path:
+        """The page about the run."""
+        return self.path / "report.html"
+
+    @property
+    def profile(self) -> Path:
+        """Directory of what `--profile` wrote."""
+        return self.path / "profile"
+
+    @property
     def answers(self) -> Path:
         """Directory with a file of the answers of each evaluation by generation."""
         return self.path / "answers"
@@ -105,8 +125,10 @@ class RunDirectory:
                 if not steps or int(answers.stem.removeprefix("step-")) > steps:
                     answers.unlink()
             if not steps:
-                shutil.rmtree(self.tensorboard, ignore_errors=True)
-                self.wandb_id.unlink(missing_ok=True)
+                for directory in (self.tensorboard, self.profile):
+                    shutil.rmtree(directory, ignore_errors=True)
+                for file in (self.wandb_id, self.launches, self.facts, self.report):
+                    file.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot write the run directory {self.path}: {error.strerror}") from None
         return dropped

@@ -1,0 +1,31 @@
+"""`shardwise report`: the page about a run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.cli.process.exit import Exit
+
+PAGE = "report.html"
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, such as runs/quickstart.")],
+    against: Annotated[
+        Path | None, typer.Option("--against", metavar="OTHER", help="Another run, to show beside it.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="The file to write. [report.html in the run]", show_default=False)
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Also show tracebacks of mistakes.")] = False,
+) -> int:
+    """Write one page about a run: curves, memory, units, where the time went, what stands out. It opens in any browser,
+    without a network."""
+    from shardwise.train.report.page import write_report
+    from shardwise.train.report.run_log import RunLog
+
+    page = output or run / PAGE
+    write_report(page, RunLog.read(run), None if against is None else RunLog.read(against))
+    print(f"page: {page}")
+    return Exit.DONE
