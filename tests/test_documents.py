@@ -33,6 +33,8 @@ from shardwise.train.config.files import load
 from tests.documents import PAGES, ROOT, Block, blocks
 from tests.engine.rig import on_ranks
 from tests.ranks import RankPools
+from tests.train.report.rig import made_up
+from tests.train.report.rig import rows as metrics
 
 TOKENIZER = ROOT / "recipes" / "python-tokenizer"
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -67,6 +69,8 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer.save_pretrained("my-model")
         for name in ("models/my-model", "runs/quickstart/final", "runs/talk/final", "org/model", "org/name@revision"):
             shutil.copytree("my-model", name)
+        for name in ("quickstart", "short"):
+            made_up(Path("runs", name), metrics(9))
         rows = [
             [{"role": "user", "content": f"{n} + {n}?"}, {"role": "assistant", "content": f"{2 * n}"}]
             for n in range(60)
@@ -94,7 +98,7 @@ def room(furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def test_there_are_commands_on_the_pages() -> None:
-    named = {"init", "train", "generate", "inspect", "convert", "push", "plan", "bench", "export"}
+    named = {"init", "train", "generate", "inspect", "convert", "push", "plan", "bench", "export", "report"}
     assert {words[0] for words in COMMANDS} == named
     assert len(COMMANDS) >= 15
 

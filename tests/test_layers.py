@@ -63,7 +63,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "output": {"config", "data", "run", "process", "build", "report"},
         "on_jax": {"config", "data", "run", "process", "output", "report"},
         "tasks": {"config", "data", "run", "process", "build", "output"},
-        ".": {"config", "data", "run", "process", "build", "output", "tasks"},
+        ".": {"config", "data", "run", "process", "build", "report", "output", "tasks"},
     },
     "cli": {"process": set(), ".": {"process"}},
 }

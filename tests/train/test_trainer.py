@@ -19,6 +19,7 @@ from shardwise.modules.deferred_init.progress import DrawingProgress
 from shardwise.train import trainer
 from shardwise.train.config.files import load
 from shardwise.train.output.checkpoints import Checkpoints
+from shardwise.train.report.run_log import RunLog
 from tests.ranks import RankPools
 from tests.train.rig import furnish, losses, read, run_alone, run_here
 
@@ -61,6 +62,13 @@ def test_a_run_writes_what_it_promises(capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().out
     assert "a sample" in printed
     assert "of DDP's bytes per rank" in printed
+
+    assert printed.endswith("report: runs/tiny/report.html\n")
+    run = RunLog.read(Path("runs/tiny"))
+    assert [unit.name for unit in run.facts.units] == ["", "model.layers.0", "model.layers.1"]
+    assert run.peak["optimizer"] == rows[-1]["memory"]["optimizer"]
+    assert {"steps", "setup", "evaluations"} <= set(run.time_spent)
+    assert run.launches[-1].step == 6
 
 
 def test_steps_in_backward_train_as_ever_and_resume() -> None:

@@ -7,8 +7,6 @@ import typer
 
 from shardwise.cli.process.exit import Exit
 
-PAGE = "report.html"
-
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, such as runs/quickstart.")],
@@ -16,7 +14,12 @@ def report(
         Path | None, typer.Option("--against", metavar="OTHER", help="Another run, to show beside it.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", help="The file to write. [report.html in the run]", show_default=False)
+        Path | None,
+        typer.Option(
+            "--output",
+            help="The file to write. [in RUN: report.html, or report-against-OTHER.html]",
+            show_default=False,
+        ),
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Also show tracebacks of mistakes.")] = False,
 ) -> int:
@@ -25,7 +28,8 @@ def report(
     from shardwise.train.report.page import write_report
     from shardwise.train.report.run_log import RunLog
 
-    page = output or run / PAGE
+    beside = "" if against is None else f"-against-{against.resolve().name}"
+    page = output or run / f"report{beside}.html"
     write_report(page, RunLog.read(run), None if against is None else RunLog.read(against))
     print(f"page: {page}")
     return Exit.DONE

@@ -1,9 +1,6 @@
 """The table and the page, on forecasts by formula; the page in a browser where there is one."""
 
-import os
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,12 +13,9 @@ from shardwise.plan.report.lanes import lanes
 from shardwise.plan.report.rendering import WIDTH, page_html, table_text
 from shardwise.plan.report.report import amount, range_text
 from shardwise.policy.kinds import KINDS, MEMORY_WORDS
+from tests.browser import in_browser, opened
 from tests.plan.doubles import report
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-in_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium on this machine; .ci/run installs it where it can"
-)
 VOID = {"meta", "br", "hr", "img", "rect", "line", "i"}
 
 
@@ -172,8 +166,7 @@ def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
         write_page(page_html(report(gpus_per_node=8)), tmp_path / "nowhere" / "page.html")
 
 
-MEASURE = """<script>
-addEventListener("load", () => {
+MEASURE = """
   const wide = [...document.querySelectorAll("main *")].filter(e => !e.closest(".wide, pre") &&
     e.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
     .map(e => e.tagName + " " + e.textContent.slice(0, 40));
@@ -181,46 +174,29 @@ addEventListener("load", () => {
     .reduce((sum, r) => sum + r.getBoundingClientRect().width, 0) / s.getBoundingClientRect().width);
   const small = [...document.querySelectorAll("td, p, dd, li, span")]
     .filter(e => parseFloat(getComputedStyle(e).fontSize) < 12);
-  document.title = JSON.stringify({width: innerWidth, scroll: document.documentElement.scrollWidth, wide, bars,
+  return {width: innerWidth, scroll: document.documentElement.scrollWidth, wide, bars,
     small: small.length, requests: performance.getEntriesByType("resource").length, stacked:
-    getComputedStyle(document.querySelector(".stack tr:last-child")).display});
-});
-</script>"""
+    getComputedStyle(document.querySelector(".stack tr:last-child")).display,
+    paper: getComputedStyle(document.querySelector("section")).backgroundColor};
+"""
 
 
 @in_browser
-@pytest.mark.parametrize(("width", "stacked"), [(1280, "table-row"), (390, "grid")])
-def test_the_page_in_a_browser(width: int, stacked: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("width", "stacked", "dark", "paper"),
+    [(1280, "table-row", False, "rgb(255, 255, 255)"), (390, "grid", True, "rgb(27, 32, 38)")],
+)
+def test_the_page_in_a_browser(width: int, stacked: str, dark: bool, paper: str, tmp_path: Path) -> None:
     """Chromium lays the page out: nothing sticks out, bars are as long as their bytes, nothing was fetched."""
-    import json
-
     shown = report(gpus_per_node=8)
-    page = tmp_path / "page.html"
-    # A frame, because a headless window is never narrower than 500 pixels.
-    inner = page_html(shown).replace("</head>", MEASURE + "</head>")
-    (tmp_path / "inner.html").write_text(inner)
-    page.write_text(
-        f'<iframe id="f" src="inner.html" width="{width}" height="3000" style="border:0"></iframe><script>'
-        'const f = document.getElementById("f"); addEventListener("load", () => setTimeout(() => '
-        "{ const p = document.createElement('pre'); p.id = 'found'; p.textContent = f.contentDocument.title; "
-        "document.body.append(p); }, 300));</script>"
-    )
-    assert CHROMIUM is not None
-    ended = subprocess.run(
-        [
-            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
-            f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom", page.as_uri(),
-        ],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "HOME": str(tmp_path)},
-    )  # fmt: skip
-    match = re.search(r'<pre id="found">(.*?)</pre>', ended.stdout, re.DOTALL)
-    assert match is not None, ended.stderr[-2000:]
-    found = json.loads(match[1].replace("&amp;", "&"))
+    found = opened(page_html(shown), MEASURE, tmp_path, width, dark)
+    assert found["console"] == []
     assert found["width"] == width
     assert found["scroll"] <= width
     assert found["wide"] == []
     assert found["small"] == 0
     assert found["requests"] == 0
     assert found["stacked"] == stacked
+    assert found["paper"] == paper
     scale = max(max(bar.needs_bytes, bar.has_bytes) for bar in shown.bars)
     assert found["bars"] == pytest.approx([bar.needs_bytes / scale for bar in shown.bars], abs=0.01)

@@ -102,7 +102,7 @@ class RunLog:
         found = {_IN_WORDS[STEPS]: min(kept_s, total_s), "steps taken again": lost_s}
         found |= {words: by_kind[kind] for kind, words in _IN_WORDS.items() if kind != STEPS}
         found["other"] = max(0.0, total_s - sum(found.values()))
-        return {words: seconds for words, seconds in found.items() if seconds >= 1e-3 * total_s}
+        return {words: seconds for words, seconds in found.items() if seconds > 1e-3 * total_s}
 
     @property
     def goodput(self) -> float | None:
