@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 from dataclasses import replace
@@ -16,6 +17,7 @@ from shardwise.plan import planner
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.hardware.devices import Figure, find_device
 from shardwise.plan.report.rendering import page_html, table_text
+from shardwise.plan.search import advice
 from shardwise.plan.search.advice import MOST, _kinds, faster_with_tensor_axis, tensor_ranks
 from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import judge, needed_bytes
@@ -28,13 +30,17 @@ WIDE: dict[str, Any] = {
     "num_attention_heads": 4, "max_position_embeddings": 4096,
 }  # fmt: skip
 """17 M parameters, nearly all in two tables, and logits that are larger than anything else."""
-DEEP: dict[str, Any] = {
-    **WIDE, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 320,
+SMALL: dict[str, Any] = {
+    **WIDE, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3, "vocab_size": 320,
 }  # fmt: skip
-"""25 M parameters, none larger than a ring's least buffer."""
+"""13 M parameters."""
+DEEP = {**SMALL, "num_hidden_layers": 6}
+"""25 M parameters, none larger than a ring's least buffer, together more than its buffers."""
 TWO_LARGE: dict[str, Any] = {**DEEP, "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 2}
 """Two layers of 42 M parameters, of which attention has 17 M."""
 BF16 = Precision.of("bf16")
+PLACES = "params=cpu,optimizer=cpu,gradients=cpu"
+OFFLOADED = {"seq_len": 16, "accumulation": 2, "optimizer": "momentum", "strategy": "full_shard"}
 ALONE = {"gpus_per_node": 1, "precision": BF16, "micro_batch": 1, "activation_checkpointing": "full"}
 
 
@@ -42,11 +48,16 @@ def needs(model: dict[str, Any], **arguments: Any) -> int:
     return needed_bytes(sw.plan.forecast(model, **{**ALONE, **arguments}))
 
 
-def advised(model: dict[str, Any], budget_bytes: int, **arguments: Any) -> tuple[planner.Plan, list[dict[str, Any]]]:
-    answer = planner.plan(Question(model, {**ALONE, **arguments}, budget_bytes=budget_bytes))
+def advised(
+    model: dict[str, Any], budget_bytes: int, most: int = MOST, **arguments: Any
+) -> tuple[planner.Plan, list[dict[str, Any]]]:
+    """Ask for advice, at `most` so many ways out: each takes a second to look for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(advice, "MOST", most)
+        answer = planner.plan(Question(model, {**ALONE, **arguments}, budget_bytes=budget_bytes))
     assert answer.best is None
     plain = json.loads(json.dumps(answer.to_dict()))["advice"]
-    assert len(plain) <= MOST
+    assert len(plain) <= most
     for one in plain:
         assert one["forecast"]["reserved_memory_bytes"] <= budget_bytes
         assert one["forecast"]["tokens_per_s_per_gpu"] > 0
@@ -77,9 +88,9 @@ def test_a_fused_loss_comes_before_offload() -> None:
 def test_what_does_not_suffice_alone_is_combined_and_nothing_else_is() -> None:
     given = {"strategy": "no_shard", "seq_len": 16}
     both = {"optimizer_in_backward": True, "optimizer": "adamw-bf16"}
-    enough = needs(DEEP, **given, **both) + 2 * MIB
-    assert all(needs(DEEP, **given, **{name: value}) > enough for name, value in both.items())
-    _, advice = advised(DEEP, enough, **given)
+    enough = needs(SMALL, **given, **both) + 2 * MIB
+    assert all(needs(SMALL, **given, **{name: value}) > enough for name, value in both.items())
+    _, advice = advised(SMALL, enough, most=1, **given)
     assert advice[0]["flags"] == "--optimizer-in-backward --optimizer adamw-bf16"
     assert advice[0]["keys"] == "train.optimizer_in_backward=true train.clip=0 train.optimizer=adamw-bf16"
 
@@ -90,7 +101,7 @@ def test_more_ranks_are_an_answer_and_a_shorter_sequence() -> None:
     given |= {"context_bytes": 0, "nccl_bytes": 0, "tp": 1}
     enough = max(needs(DEEP, **{**given, **change}) for change in ({"gpus_per_node": 4}, {"seq_len": 1024}))
     assert needs(DEEP, **given) > enough
-    _, advice = advised(DEEP, enough, **given)
+    _, advice = advised(DEEP, enough, most=2, **given)
     assert [(one["flags"], one["keys"]) for one in advice[:2]] == [
         ("--gpus 4", "parallel.ranks=4"),
         ("--seq-len 1024", "data.seq_len=1024"),
@@ -99,12 +110,12 @@ def test_more_ranks_are_an_answer_and_a_shorter_sequence() -> None:
 
 def test_a_tensor_axis_is_proposed_inside_a_node_at_sizes_that_divide_heads() -> None:
     given = {**ALONE, "gpus_per_node": 8, "seq_len": 16}
-    found = sw.plan.forecast(DEEP, **given)
+    found = sw.plan.forecast(SMALL, **given)
     assert tensor_ranks(found) == [2, 4]  # of 4 heads
-    kinds = [[change.flags for change in kind] for _, kind in _kinds(Question(DEEP, given), found)]
+    kinds = [[change.flags for change in kind] for _, kind in _kinds(Question(SMALL, given), found)]
     assert ["--tp 2", "--tp 4"] in kinds
     assert kinds.index(["--tp 2", "--tp 4"]) < kinds.index(["--optimizer-in-backward"])
-    asked = [[change.flags for change in kind] for _, kind in _kinds(Question(DEEP, {**given, "tp": 1}), found)]
+    asked = [[change.flags for change in kind] for _, kind in _kinds(Question(SMALL, {**given, "tp": 1}), found)]
     assert ["--tp 2", "--tp 4"] not in asked
     assert tensor_ranks(replace(found, job=replace(found.job, tp=2))) == [4]
     assert tensor_ranks(replace(found, job=replace(found.job, gpus_per_node=6))) == [2]
@@ -116,9 +127,9 @@ def test_a_tensor_axis_is_proposed_inside_a_node_at_sizes_that_divide_heads() ->
 def test_a_step_that_waits_for_the_network_is_tried_with_a_tensor_axis() -> None:
     """With as many sequences in a step, and only if the question leaves the axis open."""
     slow = {"gpus_per_node": 2, "nodes": 2, "interconnect": "1gbps", "strategy": "full_shard"}
-    question = Question(DEEP, {**ALONE, **slow})
+    question = Question(SMALL, {**ALONE, **slow})
     asked: list[Job] = []
-    found = sw.plan.forecast(DEEP, **{**ALONE, **slow})
+    found = sw.plan.forecast(SMALL, **{**ALONE, **slow})
     best = judge(found, None)
     assert best.limited_by == "network"
 
@@ -137,8 +148,8 @@ def test_a_step_that_waits_for_the_network_is_tried_with_a_tensor_axis() -> None
 def test_a_smaller_micro_batch_keeps_the_batch() -> None:
     given = {"strategy": "no_shard", "seq_len": 1024, "micro_batch": 8, "loss": "fused"}
     given["activation_checkpointing"] = "none"
-    enough = needs(DEEP, **{**given, "micro_batch": 4, "accumulation": 2}) + MIB
-    _, advice = advised(DEEP, enough, **given)
+    enough = needs(SMALL, **{**given, "micro_batch": 4, "accumulation": 2}) + MIB
+    _, advice = advised(SMALL, enough, most=2, **given)
     assert advice[0]["flags"] == "--micro-batch 4 --accumulation 2"
     assert advice[0]["keys"] == "train.micro_batch=4 train.global_batch=8"
     assert advice[1]["flags"] == "--activation-checkpointing full"
@@ -146,8 +157,8 @@ def test_a_smaller_micro_batch_keeps_the_batch() -> None:
 
 def test_a_strategy_that_was_asked_for_may_be_the_trouble() -> None:
     given = {"strategy": "no_shard", "gpus_per_node": 4, "seq_len": 16}
-    enough = needs(DEEP, **{**given, "strategy": "full_shard"}) + MIB
-    _, advice = advised(DEEP, enough, **given)
+    enough = needs(SMALL, **{**given, "strategy": "full_shard"}) + MIB
+    _, advice = advised(SMALL, enough, most=1, **given)
     assert (advice[0]["flags"], advice[0]["keys"]) == ("--strategy full_shard", "parallel.strategy=full_shard")
 
 
@@ -185,19 +196,27 @@ def test_beside_adapters_the_base_takes_fewer_bits() -> None:
     large = {**DEEP, "hidden_size": 2048, "intermediate_size": 8192}
     given = {"strategy": "full_shard", "seq_len": 16, "lora": 4, "slots": 2}
     frozen = replace(BF16, frozen="int8")
-    _, advice = advised(large, needs(large, **{**given, "precision": frozen}) + MIB, **given)
+    _, advice = advised(large, needs(large, **{**given, "precision": frozen}) + MIB, most=1, **given)
     assert (advice[0]["flags"], advice[0]["keys"]) == ("--base int8", "lora.base=int8")
 
 
-@pytest.mark.parametrize(("rate", "step"), [(1e10, ""), (1e12, ",step=cpu")])
-def test_offload_is_last_and_the_faster_processor_steps(rate: float, step: str) -> None:
+@functools.cache
+def enough_for_offload() -> int:
+    """What OFFLOADED needs with everything in host memory, which is less than with gradients on the device."""
+    enough = needs(DEEP, **OFFLOADED, gpu="h100-sxm-80gb", offload=PLACES) + 4 * MIB
+    assert needs(DEEP, **OFFLOADED, gpu="h100-sxm-80gb", offload="cpu") > enough
+    return enough
+
+
+@pytest.mark.parametrize(
+    ("rate", "step", "given"),
+    [(1e10, "", {}), (1e12, ",step=cpu", {"loss": "chunked", "slots": 2, "activation_checkpointing": "offload"})],
+)
+def test_offload_is_last_and_the_faster_processor_steps(rate: float, step: str, given: dict[str, Any]) -> None:
+    """After whatever the question leaves open."""
     gpu = replace(find_device("h100-sxm-80gb"), node={"processors_bytes_per_s": Figure(rate, "a test")})
-    given = {"gpu": gpu, "seq_len": 16, "accumulation": 2, "optimizer": "momentum", "strategy": "full_shard"}
-    places = "params=cpu,optimizer=cpu,gradients=cpu"
-    enough = needs(DEEP, **given, offload=places) + 4 * MIB
-    assert needs(DEEP, **given, offload="cpu") > enough
-    _, advice = advised(DEEP, enough, **given)
-    assert advice[-1]["flags"] == f"--offload {places}{step}"
+    _, advice = advised(DEEP, enough_for_offload(), **OFFLOADED, gpu=gpu, **given)
+    assert advice[-1]["flags"] == f"--offload {PLACES}{step}"
     keys = "offload.params=cpu offload.optimizer=cpu offload.gradients=cpu"
     assert advice[-1]["keys"] == keys + (" offload.step=cpu" if step else "")
 
@@ -213,8 +232,10 @@ def test_a_cpus_ranks_share_memory_and_may_use_its_disk() -> None:
 
 def test_what_is_answered_with_several_values_and_where_engines_are_compared() -> None:
     given = {"seq_len": [16, 32], "strategy": "no_shard", "loss": ["model", "fused"]}
-    answer, advice = advised(DEEP, needs(DEEP, seq_len=16, strategy="no_shard", optimizer="adamw-bf16") + MIB, **given)
+    answer, advice = advised(
+        SMALL, needs(SMALL, seq_len=16, strategy="no_shard", optimizer="adamw-bf16") + MIB, **given
+    )
     assert advice[0]["forecast"]["job"]["seq_len"] == answer.report.exploration.candidates[0].job.seq_len
     compared = {"seq_len": 16, "gpus_per_node": 2}
-    question = Question(DEEP, compared, budget_bytes=600 * MIB, compare=("fsdp2", "shardwise"))
+    question = Question(SMALL, compared, budget_bytes=600 * MIB, compare=("fsdp2", "shardwise"))
     assert planner.plan(question).extra["advice"] == []
