@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -104,6 +105,20 @@ def test_replicas_and_shards_beside_tensor_parallelism(ranks: RankPools, overrid
     run_alone("log.name=alone", "train.steps=3", *common)
     _train(ranks, 4, "log.name=mesh", "train.steps=3", "parallel.tp=2", *overrides)
     _assert_as_alone("mesh")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_adapters_beside_tensor_parallelism(ranks: RankPools) -> None:
+    """Trained, and merged into the base, as by one process."""
+    pytest.importorskip("peft")
+    lora = ("lora.r=4", "train.steps=3", "train.eval_every=0", "model.config.intermediate_size=45")
+    run_alone("log.name=alone", *lora)
+    _train(ranks, 4, "log.name=mesh", "parallel.tp=2", *lora)
+    _assert_as_alone("mesh")
+    found, expected = (load_file(f"runs/{name}/final/model.safetensors") for name in ("mesh", "alone"))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=2e-4, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 OWN = ("model.config=none", f"model.factory={__name__}:own_model", "parallel.units=none", "train.steps=3")
@@ -335,7 +350,7 @@ def test_copies_and_shards_are_names_for_the_same(overrides: list[str], group: i
         ("offload.params=cpu", "offload.params"),
         ("train.optimizer=muon", 'train.optimizer = "muon"'),
         ("train.optimizer=adamw-8bit", 'train.optimizer = "adamw-8bit"'),
-        ("lora.r=4", "lora.r = 4"),
+        ("lora.base=nf4", 'lora.base = "nf4"'),
         ("train.compile=true", "train.compile"),
         ("parallel.strategy=auto", 'parallel.strategy = "auto"'),
         ("parallel.backend=jax", 'parallel.backend = "jax"'),
@@ -343,5 +358,5 @@ def test_copies_and_shards_are_names_for_the_same(overrides: list[str], group: i
 )
 def test_what_is_not_tensor_parallel_is_refused_before_ranks_start(asked: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"parallel.tp = 2 does not work with {asked[1]} yet")):
-        load("tiny.toml", ["parallel.tp=2", asked[0]])
-    load("tiny.toml", [asked[0]])
+        load("tiny.toml", ["parallel.tp=2", "lora.r=4", asked[0]])
+    load("tiny.toml", ["lora.r=4", asked[0]])

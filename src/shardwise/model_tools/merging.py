@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -51,14 +52,21 @@ def _merge(layer: Any, adapter: str) -> None:
     if getattr(layer, "fan_in_fan_out", False):  # stored transposed, as in GPT-2
         left, right = right.T, left.T
     weight = layer.get_base_layer().weight
+    if isinstance(weight, ShardedParameter) and weight.placement.part is not None:
+        rows, columns = weight.placement.part
+        left, right = _cut(left, 0, rows), _cut(right, 1, columns)
     added = partial(low_rank, left, right, layer.scaling[adapter])
     if isinstance(weight, FewBitsParameter):  # rounding the sum to few bits would lose the adapter
         weight.merge(added)
     elif isinstance(weight, ShardedParameter):
         piece = weight.fragment
-        weight.local.add_(added(piece.start, piece.stop))
+        weight.local.add_(added(piece.start, piece.stop) if piece.numel else 0)  # a write on every rank
     else:
         weight.view(-1).add_(added(0, weight.numel()))
+
+
+def _cut(tensor: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
 
 def _whole(parameter: Any) -> torch.Tensor:

@@ -69,9 +69,24 @@ def adapter_names(model: nn.Module) -> dict[str, str]:
 
     adapter = only_adapter(model)
     state: dict[str, Any] = model.state_dict(keep_vars=True)
-    kept = peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter, save_embedding_layers=False)
+    with _as_if_whole(model):
+        kept = peft.get_peft_model_state_dict(
+            model, state_dict=state, adapter_name=adapter, save_embedding_layers=False
+        )
     by_value = {id(value): name.removeprefix(FILE_PREFIX) for name, value in kept.items()}
     return {name: f"{FILE_PREFIX}{by_value[id(value)]}" for name, value in state.items() if id(value) in by_value}
+
+
+@contextmanager
+def _as_if_whole(model: nn.Module) -> Iterator[None]:
+    """A context in which PEFT does not see that the model is tensor-parallel: it would gather what it is given."""
+    base: Any = base_of(model)
+    size = base.__dict__.pop("_tp_size", None)
+    try:
+        yield
+    finally:
+        if size is not None:
+            base._tp_size = size
 
 
 def adapter_config(model: nn.Module) -> Any:

@@ -43,7 +43,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 CASES = [name if name.startswith("llama") else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 
 
-def _build(name: str, seed: int = 0) -> Any:
+def build(name: str, seed: int = 0) -> Any:
     kind, settings = CONFIGS[name]
     torch.manual_seed(seed)
     config = getattr(transformers, kind)(**copy.deepcopy(settings))
@@ -58,9 +58,9 @@ def test_a_models_own_plan(ranks: Any, name: str) -> None:
 
 def _train(name: str) -> None:
     forget_meshes()
-    plain = _build(name)
+    plain = build(name)
     with torch.device("meta"):
-        model = _build(name)
+        model = build(name)
     mesh = sw.mesh(tp=2)
     torch.manual_seed(0)
     sw.shard(model, mesh=mesh, tp_plan="auto")
@@ -179,8 +179,8 @@ def _train_by_plan(name: str, strategy: str) -> None:
 @on_ranks(4)
 def test_models_that_differ_get_the_first_ranks_values() -> None:
     forget_meshes()
-    plain = _build("llama")
-    model = _build("llama", seed=torch.distributed.get_rank())
+    plain = build("llama")
+    model = build("llama", seed=torch.distributed.get_rank())
     with warnings.catch_warnings(record=True) as caught:
         sw.shard(model, mesh=sw.mesh(tp=2), tp_plan="auto")
     told = ["initial values differ between ranks" in str(warning.message) for warning in caught]
@@ -228,7 +228,7 @@ def test_replicas_of_a_tensor_parallel_model() -> None:
 @on_ranks(2)
 def test_what_is_wrong_is_named() -> None:
     forget_meshes()
-    model = _build("llama")
+    model = build("llama")
     mesh = sw.mesh(tp=2)
     with pytest.raises(ConfigError, match=r"tp_plan needs a mesh with an axis 'tp': pass mesh=sw.mesh\(tp=...\)"):
         sw.shard(model, tp_plan="auto")

@@ -204,6 +204,7 @@ class TensorParallelGroup(Group):
         if local.device == placeholder.device and local.dtype == placeholder.dtype:
             local.data = placeholder
             dtensor.grad = None
+            dtensor.requires_grad_(original.requires_grad)  # some of torch's styles make frozen ones trainable
             return dtensor  # type: ignore[return-value]
         leaf = nn.Parameter(around(placeholder, dtensor._spec), requires_grad=original.requires_grad)
         local.data = local.new_empty(0)

@@ -194,7 +194,7 @@ def _seams(
 
         offloaded = OffloadedGroups(offload, precision)
         seams.materialise = offloaded.wrap(seams.materialise)
-    _take_subclasses(seams, model, offloaded)
+    _take_subclasses(seams, model, precision, offloaded)
     seams.reviews.append(check_admissible)
     if not adopts:
         seams.reviews.append(_check_anything)
@@ -211,7 +211,7 @@ def _seams(
     return seams
 
 
-def _take_subclasses(seams: Seams, model: nn.Module, offloaded: OffloadedGroups | None) -> None:
+def _take_subclasses(seams: Seams, model: nn.Module, precision: Precision, offloaded: OffloadedGroups | None) -> None:
     """Add the kinds of groups that tensor subclasses among the parameters need."""
     kinds: list[ExtendedGroups | TensorParallelGroups] = []
     if any(hasattr(parameter, "fsdp_pre_all_gather") for parameter in model.parameters()):
@@ -223,6 +223,11 @@ def _take_subclasses(seams: Seams, model: nn.Module, offloaded: OffloadedGroups 
 
         if offloaded is not None:
             raise ConfigError("offload of DTensors is not supported: leave offload out, or tensor parallelism")
+        if precision.frozen is not None:
+            raise ConfigError(
+                f"precision.frozen={precision.frozen!r} of DTensors is not supported: leave frozen out, or tensor "
+                "parallelism"
+            )
         kinds.append(TensorParallelGroups())
     seams.kinds += kinds
     seams.reviews += [kind.stand_in for kind in kinds]

@@ -30,6 +30,7 @@ from shardwise.engine.extensions.tensor_parallel import (
     local_of,
 )
 from shardwise.engine.setup.materialisers import SameRandomState
+from shardwise.engine.setup.tensor_adapters import place, set_aside
 from shardwise.engine.setup.tensor_random import RandomRegions
 from shardwise.errors import ConfigError, LayoutError, MeshError
 from shardwise.fsdp.engine import Engine
@@ -39,6 +40,7 @@ from shardwise.fsdp.parameter_group import Group
 from shardwise.fsdp.shard import agree_on_values, dtypes_of
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.fsdp.torch_collectives import DryCollectives
+from shardwise.modules.adapters import base_of
 from shardwise.modules.deferred_init.deferral import is_deferred
 from shardwise.modules.extended import DTENSOR
 
@@ -99,20 +101,24 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
     Args:
         plan: "auto", a transformers model's own plan; or styles by patterns of names, such as
             {"layers.*.up": "colwise", "layers.*.down": "rowwise"}: transformers' by name for transformers' models, or
-            torch's `ParallelStyle`s.
+            torch's `ParallelStyle`s. Names are those that modules had before PEFT's adapters were added, which are
+            cut as the modules beside them require.
 
-    Raises ConfigError for a plan that the model has not or cannot take, LayoutError for a tied parameter that it places
-    in two ways.
+    Raises ConfigError for a plan that the model or its adapters cannot take, LayoutError for a tied parameter that it
+    places in two ways.
     """
     held = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+    model = base_of(model)
     given = _checked_plan(model, plan)
     styles: Mapping[str, Any]
-    if all(isinstance(style, str) for style in given.values()):
-        styles = _apply_transformers(model, mesh, given)
-    else:
-        parallelize_module(model, mesh, dict(given))
-        styles = {name: style for name, _ in model.named_modules() if (style := _style_of(name, given)) is not None}
-    _divide_random_numbers(model, mesh, styles)
+    with set_aside(model) as wrappers:
+        if all(isinstance(style, str) for style in given.values()):
+            styles = _apply_transformers(model, mesh, given)
+        else:
+            parallelize_module(model, mesh, dict(given))
+            styles = {name: style for name, _ in model.named_modules() if (style := _style_of(name, given)) is not None}
+    undivided = place(wrappers, styles, mesh)
+    _divide_random_numbers(model, mesh, styles, undivided)
     marked: dict[int, DTensor] = {}
     for module, name, parameter in held:
         now: Any = module._parameters[name]
@@ -162,9 +168,11 @@ def _style_of(name: str, plan: Mapping[str, ParallelStyle]) -> ParallelStyle | N
     return next(matches, None)
 
 
-def _divide_random_numbers(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Any]) -> None:
-    """Let ranks draw differently between column-wise and row-wise layers, and equally elsewhere. Plans that cut the
-    activations between blocks, along the sequence, are left alone."""
+def _divide_random_numbers(
+    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Any], undivided: Sequence[nn.Module]
+) -> None:
+    """Let ranks draw differently between column-wise and row-wise layers, and equally elsewhere and in the modules
+    `undivided`. Plans that cut the activations between blocks, along the sequence, are left alone."""
     kinds: dict[str, list[str]] = {"begins": [], "ends": []}
     modules = {name for name, _ in model.named_modules()}
     for name, style in styles.items():
@@ -181,7 +189,7 @@ def _divide_random_numbers(model: nn.Module, mesh: DeviceMesh, styles: Mapping[s
             isinstance(style, RowwiseParallel) and placed.output_layouts == (Replicate(),)
         ):
             kinds["ends"].append(name)
-    RandomRegions(mesh).watch(model, **kinds)
+    RandomRegions(mesh).watch(model, **kinds, undivided=undivided)
 
 
 def _apply_transformers(model: Any, mesh: DeviceMesh, plan: Mapping[str, str]) -> Mapping[str, Any]:
@@ -253,7 +261,9 @@ def _reduce_gradients_of_replicas(model: nn.Module) -> None:
             leaf = parameter.unsharded if isinstance(parameter, ShardedParameter) else None
             if leaf is not None and known["is_already_hooked"].get(name) is not leaf:
                 known["is_already_hooked"][name] = leaf
-                leaf.register_hook(partial(_summed, group=group))
+                is_trained = leaf.requires_grad
+                leaf.requires_grad_().register_hook(partial(_summed, group=group))  # frozen ones may be trained later
+                leaf.requires_grad_(is_trained)
 
 
 def _summed(grad: Tensor, group: dist.ProcessGroup) -> Tensor:

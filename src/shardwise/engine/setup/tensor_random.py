@@ -29,16 +29,23 @@ class RandomRegions:
         self._rank = mesh.get_local_rank()
         self._whole: Tensor | None = None
         """The state to go on with after the region; None outside of regions."""
+        self._is_paused = False
+        """Whether the region goes on after the module that is called now."""
 
-    def watch(self, model: nn.Module, begins: Sequence[str], ends: Sequence[str]) -> None:
+    def watch(
+        self, model: nn.Module, begins: Sequence[str], ends: Sequence[str], undivided: Sequence[nn.Module] = ()
+    ) -> None:
         """Begin a region after the forward of each module in `begins`; end it after that of one in `ends`, or of the
-        module that contains the first."""
+        module that contains the first. The modules `undivided` are outside of it, wherever they are called."""
         for name in begins:
             model.get_submodule(name).register_forward_hook(self._enter)
         for name in ends:
             model.get_submodule(name).register_forward_hook(self._leave)
         for name in {name.rpartition(".")[0] for name in begins}:  # also where recomputation stops early
             model.get_submodule(name).register_forward_hook(self._leave, always_call=True)
+        for module in undivided:
+            module.register_forward_pre_hook(self._pause)
+            module.register_forward_hook(self._resume, always_call=True)
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         if self._whole is not None or not module.training:
@@ -53,6 +60,15 @@ class RandomRegions:
         if self._whole is not None:
             device_tools.set_random_state(self._device, self._whole)
             self._whole = None
+
+    def _pause(self, *_: Any) -> None:
+        self._is_paused = self._whole is not None
+        self._leave()
+
+    def _resume(self, module: nn.Module, *_: Any) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._enter(module)
 
     def _seeded(self, state: bytes, number: int) -> Tensor:
         """Return one of the states that follow from a state."""

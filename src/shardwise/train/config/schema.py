@@ -595,7 +595,7 @@ class Config(Section):
         with_tp = {
             **dict.fromkeys(places, True),
             f'train.optimizer = "{train.optimizer}"': train.optimizer in {"adamw-8bit", "muon"},
-            f"lora.r = {self.lora.r}": self.lora.r > 0,
+            f'lora.base = "{self.lora.base}"': self.lora.base is not None,
             "train.compile": train.compile,
         }
         with_cp = {f'model.task = "{self.model.task}"': self.model.task not in {None, DEFAULT}}
