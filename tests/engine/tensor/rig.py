@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -147,3 +148,31 @@ class Case:
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Return the mean loss of predicting (rows, length) tokens."""
     return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", SIZES),
+    "llama-uneven": ("LlamaConfig", SIZES | {"intermediate_size": 45}),
+    "llama-tied": ("LlamaConfig", SIZES | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", SIZES | {"head_dim": 8}),
+    "gemma2": ("Gemma2Config", SIZES | {"head_dim": 8}),
+    "mixtral": ("MixtralConfig", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "phi3": ("Phi3Config", SIZES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
+}
+
+
+def build(name: str, seed: int = 0) -> Any:
+    """Return one of transformers' models with random weights."""
+    kind, settings = CONFIGS[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, kind)(**copy.deepcopy(settings))
+    return transformers.AutoModelForCausalLM.from_config(config)

@@ -17,8 +17,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 from tests.engine.rig import on_ranks
 from tests.engine.tensor import rig
-from tests.engine.tensor.rig import Model, forget_meshes, loss_of
-from tests.engine.tensor.test_plans import build
+from tests.engine.tensor.rig import Model, build, forget_meshes, loss_of
 
 peft = pytest.importorskip("peft")
 

@@ -18,36 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 import shardwise as sw
 from shardwise.errors import ConfigError, LayoutError, MeshError
 from tests.engine.rig import on_ranks
-from tests.engine.tensor.rig import Model, column_and_row, forget_meshes, loss_of
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", SIZES),
-    "llama-uneven": ("LlamaConfig", SIZES | {"intermediate_size": 45}),
-    "llama-tied": ("LlamaConfig", SIZES | {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", SIZES | {"head_dim": 8}),
-    "gemma2": ("Gemma2Config", SIZES | {"head_dim": 8}),
-    "mixtral": ("MixtralConfig", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "phi3": ("Phi3Config", SIZES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
-}
-
+from tests.engine.tensor.rig import CONFIGS, SIZES, Model, build, column_and_row, forget_meshes, loss_of
 
 CASES = [name if name.startswith("llama") else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
-
-
-def build(name: str, seed: int = 0) -> Any:
-    kind, settings = CONFIGS[name]
-    torch.manual_seed(seed)
-    config = getattr(transformers, kind)(**copy.deepcopy(settings))
-    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
