@@ -27,12 +27,12 @@ from benchmarks.plans.published.score import Scored, headline, merge, percentile
 from benchmarks.plans.published.tensor_parallel import cut_llama
 from benchmarks.plans.published.timing import Timed, time_row
 from shardwise.plan.dry_run.recording import (
+    ActivationCollective,
     Collective,
     Facts,
     Kernel,
     KernelKind,
     StepPhase,
-    TensorCollective,
     UnitMark,
     Wait,
 )
@@ -77,13 +77,13 @@ def test_rows_beside_tensor_parallelism() -> None:
     """torchtitan's plan: sequences are cut between blocks; each part of a block gathers them and scatters its sum."""
     rows = read(DATA.with_name("tensor_parallel.jsonl"))
     assert [row.job.mesh for row in rows] == [
-        {"dp_replicate": 1, "dp_shard": shards, "tp": 8} for shards in (32, 8, 16)
+        {"dp_replicate": 1, "dp_shard": shards, "cp": 1, "tp": 8} for shards in (32, 8, 16)
     ]
     assert all(row.scored("throughput") and row.job.engine == "fsdp2" for row in rows)
     shape = LlamaShape(layers=2, width=32, heads=4, kv_heads=2, hidden=48, vocab=96, seq_len=16)
     job = PublishedJob(gpu="cpu", gpus_per_node=2, tp=2, seq_len=16, units={Block})
     recording = record(partial(cut_llama, shape), job)
-    sent = [e.op for e in recording.events if isinstance(e, TensorCollective) and e.phase is StepPhase.FORWARD]
+    sent = [e.op for e in recording.events if isinstance(e, ActivationCollective) and e.phase is StepPhase.FORWARD]
     around = ["all_gather", "reduce_scatter"]
     assert sent == ["reduce_scatter", *around * 4, "all_gather"]
     assert recording.facts.sequence == 16

@@ -119,11 +119,12 @@ def test_what_was_carried_is_written_into_a_configuration() -> None:
     )
 
 
-def test_a_tensor_axis_goes_into_the_configuration() -> None:
+def test_axes_go_into_the_configuration() -> None:
     """With the batch of the ranks that have batches of their own."""
-    job = Job(gpus_per_node=8, tp=2, micro_batch=3, accumulation=2, strategy="shard_grad_op")  # type: ignore[arg-type]
+    job = Job(gpus_per_node=16, tp=2, cp=2, micro_batch=3, accumulation=2, strategy="shard_grad_op")  # type: ignore[arg-type]
     config = training_config(resolve("llama-3.1-8b"), job, "cut")
-    assert (config.parallel.tp, config.parallel.ranks, config.train.global_batch) == (2, 8, 3 * 2 * 4)
+    parallel = config.parallel
+    assert (parallel.cp, parallel.tp, parallel.ranks, config.train.global_batch) == (2, 2, 16, 3 * 2 * 4)
 
 
 def test_a_unit_that_the_model_has_not_is_named() -> None:

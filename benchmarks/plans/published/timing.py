@@ -23,7 +23,7 @@ class Timed:
 
     def tokens_per_s(self, row: Row) -> float:
         """Of each device."""
-        return row.job.tokens_per_rank / row.job.tp / self.step_s
+        return row.job.tokens_per_rank / row.job.ranks_per_batch / self.step_s
 
 
 def time_row(row: Row, steps: Steps, efficiency: Efficiency = DEFAULT) -> Timed:

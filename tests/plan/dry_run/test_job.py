@@ -27,6 +27,22 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize(
+    ("sharding", "shards", "replicas", "mesh"),
+    [
+        ({}, 8, 1, {"dp_replicate": 1, "dp_shard": 4, "cp": 2, "tp": 2}),
+        ({"strategy": "hybrid_shard"}, 4, 2, {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}),
+        ({"strategy": "hybrid_shard", "shard_group": 1}, 2, 4, {"dp_replicate": 4, "dp_shard": 1, "cp": 2, "tp": 2}),
+        ({"strategy": "no_shard"}, 1, 8, {"dp_replicate": 4, "dp_shard": 1, "cp": 2, "tp": 2}),
+    ],
+)
+def test_ranks_that_share_a_sequence_share_parameters_too(
+    sharding: dict[str, Any], shards: int, replicas: int, mesh: dict[str, int]
+) -> None:
+    job = Job(nodes=2, cp=2, tp=2, seq_len=1001, **sharding)
+    assert (job.data_ranks, job.shard_ranks, job.replicas, job.slice_len, job.mesh) == (4, shards, replicas, 501, mesh)
+
+
+@pytest.mark.parametrize(
     ("strategy", "shard_group", "shards", "replicas"),
     [
         ("no_shard", None, 1, 32),
@@ -71,6 +87,8 @@ def test_groups(strategy: Any, shard_group: int | None, shards: int, replicas: i
         ({"shard_group": 8, "strategy": "hybrid_shard", "tp": 2}, r"not divide 4 data ranks \(8 ranks in .* 1, 2, 4"),
         ({"tp": 3}, "tp=3 does not divide 8 ranks .* 1, 2, 4, 8"),
         ({"tp": 2, "lora": 4}, "tp=2 with lora is not supported"),
+        ({"cp": 2, "tp": 8}, "cp=2 x tp=8 does not divide 8 ranks .* 1, 2, 4, 8"),
+        ({"cp": 4, "seq_len": 3}, "cp=4 is more than the 3 tokens of a sequence"),
         ({"reshard_after_forward": 3}, "does not divide the shard group of 8 ranks; use one of 1, 2, 4, 8"),
         ({"microbatch": 2}, "unknown argument 'microbatch'; the arguments are gpu, .*; did you mean micro_batch"),
     ],

@@ -88,3 +88,12 @@ def test_measured_collectives_replace_the_data_sheet() -> None:
     assert measured_seconds(points, 10) == 1e-5
     assert measured_seconds(points, 500_500) == pytest.approx(5.05e-4)
     assert measured_seconds(points, 4e6) == pytest.approx(4e-3)
+
+
+def test_an_all_to_all_sends_to_each_rank_where_it_is() -> None:
+    """Half of a rank's bytes go to the seven on its node, the rest over adapters that all sixteen ranks share."""
+    seconds = cluster(2).seconds("all_to_all", 15 * GIB, "context", 16)
+    assert seconds == pytest.approx(8 * GIB / (100e9 / 8) + 14 * 1.9e-6 + 4e-6)
+    assert cluster(2).seconds("all_to_all", GIB, "context", 2) == pytest.approx(GIB / 450e9 + 1.9e-6)
+    apart = replace(cluster(2), tp=8).seconds("all_to_all", GIB, "context", 2)
+    assert apart == pytest.approx(GIB / (100e9 / 8) + 4e-6)

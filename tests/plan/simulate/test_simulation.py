@@ -8,13 +8,13 @@ import pytest
 
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.recording import (
+    ActivationCollective,
     Collective,
     Exchange,
     Fence,
     Kernel,
     KernelKind,
     StepPhase,
-    TensorCollective,
     Wait,
 )
 from shardwise.plan.hardware.devices import find_interconnect
@@ -75,7 +75,7 @@ def test_collectives_of_a_communicator_queue_and_those_of_two_share_the_links() 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
 def test_activations_wait_for_the_kernels_before_them_and_are_exposed(op: str) -> None:
     """They take no slot, and hide only behind kernels before their wait."""
-    sent = TensorCollective(1, op, round(4 / 1000 * RATE * 2), 2, "mlp", StepPhase.FORWARD)
+    sent = ActivationCollective(1, op, round(4 / 1000 * RATE * 2), 2, "mlp", StepPhase.FORWARD, "tensor")
     at_once = run(compute(10), sent, Wait(1), compute(10))
     assert milliseconds(at_once.step_time_s) == pytest.approx(24, abs=HAIR)
     assert milliseconds(at_once.exposed_comm_s) == pytest.approx(4, abs=HAIR)

@@ -1,4 +1,4 @@
-"""Collectives that a model's code launches over the ranks that share its matrix products, as a dry run meets them."""
+"""Collectives that a model's code launches over the ranks that work on the same batch, as a dry run meets them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AxisCollective:
     """An operator that communicates."""
 
     op: str
-    """As in `TensorCollective`."""
+    """As in `ActivationCollective`."""
     makes_whole: bool = False
     """Whether the whole buffer is the result, not the input."""
     copies: bool = False
@@ -24,11 +24,10 @@ class AxisCollective:
     waits: bool = False
     """Whether computation waits for it at once. Otherwise `WAIT` follows."""
 
-    def sizes(self, args: tuple[Any, ...], out: Any) -> tuple[int, int]:
-        """Return the bytes of a call, as in `TensorCollective`, and the number of ranks."""
-        ranks = dist.get_world_size()  # a dry run has no other ranks
+    def sizes(self, args: tuple[Any, ...], out: Any, ranks: int) -> int:
+        """Return the bytes of a call over so many ranks, as in `ActivationCollective`."""
         nbytes = sum(one.numel() * one.itemsize for one in tensors_of(out if self.makes_whole else args[:1]))
-        return (nbytes * (ranks - 1) // ranks if self.op == "all_to_all" else nbytes), ranks
+        return nbytes * (ranks - 1) // ranks if self.op == "all_to_all" else nbytes
 
 
 WAIT = "wait"
@@ -49,3 +48,11 @@ _KNOWN = {
 def axis_collective_of(func: Any) -> AxisCollective | None:
     """Return the description of an operator that communicates; None for any other."""
     return _KNOWN.get(str(func._overloadpacket))
+
+
+def group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    """Return the process group that an operator that communicates is given: by its name, the last argument, or by
+    itself, the second one."""
+    if isinstance(args[-1], str):
+        return dist.distributed_c10d._resolve_process_group(args[-1])
+    return args[1] if isinstance(args[1], dist.ProcessGroup) else dist.ProcessGroup.unbox(args[1])

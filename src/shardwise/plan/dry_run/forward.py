@@ -46,24 +46,24 @@ class TrainingForward:
         self._no_cache = without_cache(self._config)
 
     def inputs(self) -> dict[str, Any]:
-        """Return one micro-batch, as keyword arguments."""
+        """Return one micro-batch, as keyword arguments: of a context axis, this rank's slice of its sequences."""
         job = self._job
         if self._own is not None:
-            inputs: dict[str, Any] = self._own(job.micro_batch, job.seq_len)
+            inputs: dict[str, Any] = self._own(job.micro_batch, job.slice_len)
             return inputs
         if self._contrasts:  # two encoders, as of CLIP
-            text = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.int64)
+            text = torch.zeros(job.micro_batch, job.slice_len, dtype=torch.int64)
             return {"input_ids": text, "pixel_values": self._images(), "return_loss": True}
         if self._main == "pixel_values":
             inputs = {"pixel_values": self._images()}
             labels = torch.zeros(job.micro_batch, dtype=torch.int64)
             if self._takes_text:
-                labels = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.int64)
+                labels = torch.zeros(job.micro_batch, job.slice_len, dtype=torch.int64)
                 inputs |= {"input_ids": labels.clone(), **self._no_cache}
         elif self._main == "input_features" and hasattr(self._config, "num_mel_bins") and self._takes_labels:
             frames = _FRAMES_PER_POSITION * getattr(self._config, "max_source_positions", 1500)
             inputs = {"input_features": torch.zeros(job.micro_batch, self._config.num_mel_bins, frames)}
-            labels = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.int64)
+            labels = torch.zeros(job.micro_batch, job.slice_len, dtype=torch.int64)
             inputs |= {"decoder_input_ids": labels.clone(), **self._no_cache}
         elif self._main in {"input_values", "input_features"}:
             raise PlanError(
@@ -71,7 +71,7 @@ class TrainingForward:
                 "example_inputs(micro_batch, seq_len) that returns a dict of its forward's arguments"
             )
         else:
-            labels = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.int64)
+            labels = torch.zeros(job.micro_batch, job.slice_len, dtype=torch.int64)
             inputs = {self._main: labels.clone(), **self._no_cache}
             if self._labels_rows:
                 labels = labels[:, 0]

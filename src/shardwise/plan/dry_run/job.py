@@ -49,9 +49,7 @@ class Job(RunSettings, Machines):
             raise ConfigError(
                 f"activation_checkpointing='offload' is forecast only for shardwise, not {self.engine}; use 'full'"
             )
-        if self.cp > 1:
-            raise ConfigError(f"cp={self.cp}: context parallelism cannot be forecast yet; leave it out")
-        self._check_tensor_axis()
+        self._check_axes()
         self._check_shard_group()
         self._check_resharding()
 
@@ -99,28 +97,46 @@ class Job(RunSettings, Machines):
         return nullcontext()
 
     @property
+    def ranks_per_batch(self) -> int:
+        """The number of consecutive ranks that work on the same batch."""
+        return self.cp * self.tp
+
+    @property
     def data_ranks(self) -> int:
-        """The number of ranks with batches of their own: all of them, or one for each group of `tp`."""
+        """The number of ranks with batches of their own."""
+        return self.world_size // self.ranks_per_batch
+
+    @property
+    def engine_ranks(self) -> int:
+        """The number of ranks that the engine shards and replicates over: those that share a sequence are among
+        them."""
         return self.world_size // self.tp
 
     @property
     def mesh(self) -> dict[str, int]:
         """The sizes of the mesh's axes, by their names in `sw.mesh`."""
-        return {"dp_replicate": self.replicas, "dp_shard": self.shard_ranks, "tp": self.tp}
+        shards = max(1, self.shard_ranks // self.cp)
+        return {"dp_replicate": self.data_ranks // shards, "dp_shard": shards, "cp": self.cp, "tp": self.tp}
 
     @property
     def shard_ranks(self) -> int:
-        """The number of ranks that hold different slices of one copy."""
+        """The number of ranks that hold different slices of one copy: those of a shard group, times `cp`."""
         if not self.strategy.sharded:
             return 1
         if not self.strategy.replicated:
-            return self.data_ranks
-        return self.shard_group if self.shard_group is not None else max(1, self.gpus_per_node // self.tp)
+            return self.engine_ranks
+        usual = max(1, self.gpus_per_node // self.ranks_per_batch)
+        return (usual if self.shard_group is None else self.shard_group) * self.cp
 
     @property
     def replicas(self) -> int:
         """The number of ranks that hold the same slice of different copies."""
-        return self.data_ranks // self.shard_ranks
+        return self.engine_ranks // self.shard_ranks
+
+    @property
+    def axes_of_a_batch(self) -> str:
+        """The axes whose ranks work on the same batch, in words."""
+        return " x ".join(f"{axis}={size}" for axis, size in (("cp", self.cp), ("tp", self.tp)) if size > 1)
 
     @property
     def recomputation(self) -> Recomputation:
@@ -145,8 +161,13 @@ class Job(RunSettings, Machines):
 
     @property
     def tokens_per_rank(self) -> int:
-        """The number of tokens of a rank in one step. Those of a group of `tp` are the same."""
+        """The number of tokens of a rank's batches in one step, which are those of its group of `ranks_per_batch`."""
         return self.seq_len * self.micro_batch * self.accumulation
+
+    @property
+    def slice_len(self) -> int:
+        """The number of tokens of a sequence that a rank computes, padding included."""
+        return -(-self.seq_len // self.cp)
 
     def _check_values(self) -> None:
         if self.optimizer == "muon" and self.engine != "shardwise":
@@ -187,12 +208,14 @@ class Job(RunSettings, Machines):
                 "so gradients of several micro-batches cannot be added; leave one out"
             )
 
-    def _check_tensor_axis(self) -> None:
-        if self.world_size % self.tp:
+    def _check_axes(self) -> None:
+        if self.world_size % self.ranks_per_batch:
             raise ConfigError(
-                f"tp={self.tp} does not divide {self.world_size} ranks ({self.nodes} nodes of {self.gpus_per_node}); "
-                f"use one of {divisors(self.world_size)}"
+                f"{self.axes_of_a_batch} does not divide {self.world_size} ranks ({self.nodes} nodes of "
+                f"{self.gpus_per_node}); use one of {divisors(self.world_size)}"
             )
+        if self.cp > self.seq_len:
+            raise ConfigError(f"cp={self.cp} is more than the {self.seq_len} tokens of a sequence")
         beside = {
             f"optimizer={self.optimizer!r}": self.optimizer in {"muon", "adamw-8bit"},
             f"loss={self.loss!r}": self.loss == "chunked",
@@ -213,8 +236,8 @@ class Job(RunSettings, Machines):
             )
         if self.data_ranks % self.shard_group:
             ranks = f"{self.world_size} ranks ({self.nodes} nodes of {self.gpus_per_node})"
-            if self.tp > 1:
-                ranks = f"{self.data_ranks} data ranks ({self.world_size} ranks in groups of tp={self.tp})"
+            if self.ranks_per_batch > 1:
+                ranks = f"{self.data_ranks} data ranks ({self.world_size} ranks in groups of {self.axes_of_a_batch})"
             raise ConfigError(
                 f"shard_group={self.shard_group} does not divide {ranks}; use one of {divisors(self.data_ranks)}"
             )

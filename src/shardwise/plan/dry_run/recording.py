@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from shardwise.plan.dry_run.job import Job
 
@@ -123,12 +122,14 @@ class Collective:
 
 TENSOR = "tensor"
 """The group of ranks that share each matrix product."""
+CONTEXT = "context"
+"""The group of ranks that share each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
-class TensorCollective:
-    """A collective of activations or of their gradients over the ranks that share each matrix product. It is launched
-    by the model's code, so it belongs to no unit and runs on a stream of its own."""
+class ActivationCollective:
+    """A collective of activations or of their gradients over the ranks that work on the same batch. It is launched by
+    the model's code, so it belongs to no unit and runs on a stream of its own."""
 
     number: int
     """Numbered together with the engine's collectives."""
@@ -140,8 +141,13 @@ class TensorCollective:
     unit: str
     """fqn of the module that launches it."""
     phase: StepPhase
-    group: ClassVar[str] = TENSOR
-    stream: ClassVar[str] = TENSOR
+    group: str
+    """`TENSOR` or `CONTEXT`."""
+
+    @property
+    def stream(self) -> str:
+        """The stream on which it runs."""
+        return self.group
 
 
 AWAY, BACK = "away", "back"
@@ -212,7 +218,17 @@ class Gradient:
 
 
 StepEvent = (
-    Kernel | Allocate | Free | Collective | TensorCollective | HostCopy | Wait | Fence | Exchange | UnitMark | Gradient
+    Kernel
+    | Allocate
+    | Free
+    | Collective
+    | ActivationCollective
+    | HostCopy
+    | Wait
+    | Fence
+    | Exchange
+    | UnitMark
+    | Gradient
 )
 
 
@@ -225,7 +241,7 @@ def renumbered(events: Iterable[StepEvent]) -> tuple[StepEvent, ...]:
     for event in events:
         if isinstance(event, Allocate | Free | Gradient):
             found.append(replace(event, block=blocks.setdefault(event.block, len(blocks) + 1)))
-        elif isinstance(event, Collective | TensorCollective | HostCopy | Wait):
+        elif isinstance(event, Collective | ActivationCollective | HostCopy | Wait):
             found.append(replace(event, number=collectives.setdefault(event.number, len(collectives) + 1)))
         else:
             found.append(event)

@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.extensions.backward_steps import backward_steps
 from shardwise.engine.extensions.secondary_shards import secondary_pieces
@@ -42,10 +41,10 @@ from shardwise.plan.dry_run.fake_tensors import FakeTensors
 from shardwise.plan.dry_run.forward import TrainingForward
 from shardwise.plan.dry_run.gpu_kernels import device_kernels, full_sequences, package_kernels
 from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.model_axes import Axes, cut_evenly_by, divide, model_axes
 from shardwise.plan.dry_run.recorder import Recorder
 from shardwise.plan.dry_run.recording import Facts, Recording, StepPhase
 from shardwise.plan.dry_run.smaller_units import smaller_units
-from shardwise.plan.dry_run.tensor_axis import cut, cut_evenly_by, tensor_axis
 from shardwise.plan.dry_run.traced_collectives import traced_mesh
 from shardwise.plan.dry_run.traced_copies import TracedCopies
 from shardwise.policy.settings import SHARD
@@ -75,14 +74,14 @@ def record(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Recordi
     recorder = Recorder()
     with (
         _without_collection(),
-        tensor_axis(job, rank, recorder) as axis,
+        model_axes(job, rank, recorder) as axes,
         FakeTensors(allow_non_fake_inputs=True),
         device_kernels(job),
         _explained(),
     ):
         with recorder:
             model = _built(builder)
-            run = _DryRun(model, job, rank, recorder, axis)
+            run = _DryRun(model, job, rank, recorder, axes)
             with ExitStack() as stack:
                 stack.enter_context(recorder.following(model, run.blocks))
                 stack.enter_context(full_sequences())
@@ -119,13 +118,11 @@ def _built(builder: Callable[[], nn.Module]) -> nn.Module:
 class _DryRun:
     """A sharded model with its optimizer, ready for steps."""
 
-    def __init__(
-        self, model: nn.Module, job: Job, rank: int, recorder: Recorder, axis: DeviceMesh | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, job: Job, rank: int, recorder: Recorder, axes: Axes) -> None:
         self.job = job
         self.recorder = recorder
         self.feed = TrainingForward(model, job)
-        cut(model, axis)
+        divide(model, axes)
         units = _units(job, model)
         # Adapters of a plan have classes of their own, which the user's model does not have.
         self.smaller_units = smaller_units(model, units) if job.lora is None else ()
@@ -180,7 +177,10 @@ class _DryRun:
         parameters = list(self.model.parameters())
         secondary = secondary_pieces(self.engine)
         sequence = shape[1] if len(shape) == _BATCH_SEQUENCE_WIDTH else self.job.seq_len
-        if sequence * self.job.tp == self.job.seq_len:  # between blocks, sequences are cut over the tensor axis
+        if sequence in {
+            self.job.slice_len,
+            -(-self.job.slice_len // self.job.tp),
+        }:  # between blocks, a tensor axis cuts it
             sequence = self.job.seq_len
         return Facts(
             name=type(self.model).__name__,
@@ -205,9 +205,9 @@ class _DryRun:
 
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
         """Return `Facts.kept_bytes`. Empty if whole blocks recompute, which save only their inputs, compiled or not;
-        and for blocks that are cut, whose saved tensors are taken to be those of eager mode."""
+        and for blocks that communicate, whose saved tensors are taken to be those of eager mode."""
         whole = self.job.recomputation.every and not self.job.recomputation.selective
-        if not self.job.compile or whole or not self.blocks or not (args or kwargs) or self.job.tp > 1:
+        if not self.job.compile or whole or not self.blocks or not (args or kwargs) or self.job.ranks_per_batch > 1:
             return {}
         from shardwise.plan.dry_run.compilation import kept_bytes  # imports torch's compiler
 

@@ -64,8 +64,9 @@ def setting(job: Job) -> str:
     )
     words = [
         f"{job.world_size} x {getattr(job.gpu, 'name', job.gpu)}" + (f" on {job.nodes} nodes" if job.nodes > 1 else ""),
-        *([f"tp {job.tp} ({job.data_ranks} x {job.tp} GPUs, {_reach(job)})"] if job.tp > 1 else []),
-        f"{job.seq_len:,} tokens per sequence",
+        *([f"tp {job.tp} ({job.engine_ranks} x {job.tp} GPUs, {_reach(job, job.tp)})"] if job.tp > 1 else []),
+        *([f"cp {job.cp} ({_reach(job, job.ranks_per_batch)})"] if job.cp > 1 else []),
+        f"{job.seq_len:,} tokens per sequence" + (f", {job.slice_len:,} on a GPU" if job.cp > 1 else ""),
         f"{dtypes} (compute/reduce/master)",
         job.optimizer,
         f"{job.attention} attention",
@@ -77,8 +78,9 @@ def setting(job: Job) -> str:
     return ", ".join(words)
 
 
-def _reach(job: Job) -> str:
-    return "inside a node" if job.tp <= job.gpus_per_node else "across nodes"
+def _reach(job: Job, ranks: int) -> str:
+    """Say where so many consecutive ranks are."""
+    return "inside a node" if ranks <= job.gpus_per_node else "across nodes"
 
 
 def candidate_dict(candidate: Candidate) -> dict[str, Any]:
@@ -104,8 +106,8 @@ def candidate_dict(candidate: Candidate) -> dict[str, Any]:
 
 
 def sharding_dict(job: Job) -> dict[str, Any]:
-    """Return strategy, shard group and tensor axis as plain data, for JSON."""
-    return {"strategy": job.strategy.value, "shard_group": job.shard_group, "tp": job.tp}
+    """Return strategy, shard group and other axes as plain data, for JSON."""
+    return {"strategy": job.strategy.value, "shard_group": job.shard_group, "cp": job.cp, "tp": job.tp}
 
 
 def gpus_and_nodes(job: Job) -> str:

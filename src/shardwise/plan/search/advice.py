@@ -244,7 +244,7 @@ def _leaner(question: Question, least: Forecast) -> Iterator[list[Change]]:
         _change(f"--activation-checkpointing {mode}", f"train.{_RECOMPUTES}={mode}", **{_RECOMPUTES: mode})
         for mode in _more_recomputation(job)
     ]
-    if job.data_ranks > 1 and job.strategy is not Strategy.FULL_SHARD:
+    if job.engine_ranks > 1 and job.strategy is not Strategy.FULL_SHARD:
         full = {"strategy": "full_shard", "shard_group": None}
         yield [_change("--strategy full_shard", "parallel.strategy=full_shard", **full)]
     if job.slots > LEAST_SLOTS:

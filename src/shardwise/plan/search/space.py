@@ -107,7 +107,7 @@ def _shardings(
     base: Job, strategies: Sequence[Strategy | str] | None, groups: Sequence[int | None] | None
 ) -> list[tuple[Strategy, int | None]]:
     """Return the (strategy, shard group) pairs to search."""
-    if strategies is None and base.data_ranks == 1:
+    if strategies is None and base.engine_ranks == 1:
         frees = base.offload is not None and base.offload.params is not None  # full_shard frees gathered slots
         strategies = (Strategy.FULL_SHARD,) if frees else (Strategy.NO_SHARD,)
     asked = list(dict.fromkeys(Strategy.parse(strategy) for strategy in (strategies or tuple(Strategy))))
@@ -126,7 +126,7 @@ def _shardings(
 
 def _groups(base: Job) -> list[int]:
     """Return the shard groups to search: parts of a node if there is only one, else whole nodes; never all ranks."""
-    smallest = 2 if base.nodes == 1 else max(2, base.gpus_per_node // base.tp)
+    smallest = 2 if base.nodes == 1 else max(2, base.gpus_per_node // base.ranks_per_batch)
     ranks = base.data_ranks
     sizes = [smallest * 2**k for k in range(ranks.bit_length())]
     return [size for size in sizes if 1 < size < ranks and ranks % size == 0]
@@ -144,7 +144,9 @@ def _batches(
         pairs = set(itertools.product(sizes, accumulations or (1,)))
         return tuple(sorted(pairs, key=lambda pair: (pair[0], -pair[1])))
     world = base.data_ranks
-    per_rank = _divided(global_batch, world, f"{world} {'data ' if base.tp > 1 else ''}rank{'s' if world > 1 else ''}")
+    per_rank = _divided(
+        global_batch, world, f"{world} {'data ' if base.ranks_per_batch > 1 else ''}rank{'s' if world > 1 else ''}"
+    )
     if micro_batches is None:
         micro_batches = [n for n in range(1, min(per_rank, LARGEST_MICRO_BATCH) + 1) if per_rank % n == 0]
     found = []

@@ -261,7 +261,7 @@ def forecast_of(recording: Recording) -> Forecast:
     nccl = nccl_bytes_of(job)
     usable = int(hardware.memory.usable_bytes.value)
     timeline = _timeline(recording)
-    tokens_per_s = facts.tokens_per_rank(job) / job.tp / timeline.step_time_s
+    tokens_per_s = facts.tokens_per_rank(job) / job.ranks_per_batch / timeline.step_time_s
     used = facts.params - facts.unused - _idle_params(recording)
     dimensions = Dimensions(used, facts.embeddings, facts.layers, facts.width, min(facts.trainable, used))
     return Forecast(
@@ -297,14 +297,15 @@ def nccl_bytes_of(job: Job) -> int:
     """Return the bytes of the buffers of a job's communicators."""
     if job.nccl_bytes is not None:
         return job.nccl_bytes
-    groups = sum(ranks > 1 for ranks in job.mesh.values()) * (2 if job.separate_reductions else 1)
+    sizes = (job.replicas, job.shard_ranks, job.cp, job.tp)
+    groups = sum(ranks > 1 for ranks in sizes) * (2 if job.separate_reductions else 1)
     return 0 if job.on_cpu else groups * NCCL_BYTES
 
 
 def _idle_params(recording: Recording) -> int:
     """Return the number of parameters of experts that a token is not sent to: grouped products hold them but do not
     compute with them."""
-    tokens = recording.facts.sequence * recording.job.micro_batch
+    tokens = recording.facts.sequence * recording.job.micro_batch / recording.job.cp
     idle = 0.0
     for event in recording.events:
         if isinstance(event, Kernel) and event.phase is StepPhase.FORWARD and event.name in GROUPED and event.matmul:

@@ -41,7 +41,8 @@ class Cluster:
     link_efficiency: float = 1.0
     """The part of a link's rate that collectives of large buffers reach."""
     tp: int = 1
-    """The number of consecutive ranks that share each matrix product. The ranks of a shard group are as far apart."""
+    """The number of consecutive ranks that share each matrix product. The ranks of a shard group, and those that share
+    a sequence, are as far apart."""
 
     @property
     def world_size(self) -> int:
@@ -68,7 +69,7 @@ class Cluster:
         Args:
             op: all_gather, reduce_scatter, all_reduce or all_to_all.
             nbytes: bytes of the whole buffer; for an all_to_all, bytes that this rank sends.
-            group: shard, replicate, secondary or `TENSOR`.
+            group: shard, replicate, secondary, context or `TENSOR`.
             ranks: the number of ranks in the group.
         """
         if ranks == 1:
@@ -78,11 +79,20 @@ class Cluster:
             return measured_seconds(measured.collectives[op], nbytes) * _passes(ranks) / _passes(measured.ranks)
         placed = self.place(group, ranks)
         if op == "all_to_all":
-            return nbytes / self.bytes_per_s(placed) + self._ring_latency_s(placed)
+            return self._all_to_all_s(nbytes, placed) + self._ring_latency_s(placed)
         once = nbytes * _passes(ranks) / self.bytes_per_s(placed)
         if op != "all_reduce":
             return once + self._ring_latency_s(placed)
         return 2 * once + min(2 * self._ring_latency_s(placed), 2 * self._tree_latency_s(placed))
+
+    def _all_to_all_s(self, nbytes: float, placed: GroupTopology) -> float:
+        """Return the seconds in which each rank sends its bytes: to the others on its node over its own link, and to
+        those on other nodes over the node's adapters, which it shares with all ranks of the node."""
+        here = placed.ranks // placed.nodes
+        away = nbytes * (placed.ranks - here) / (placed.ranks - 1)
+        own = self.hardware.link.bytes_per_s.value
+        shared = self.interconnect.node.bytes_per_s.value / (here * placed.groups_per_node)
+        return max((nbytes - away) / own, away / min(own, shared)) / self.link_efficiency
 
     def bytes_per_s(self, placed: GroupTopology) -> float:
         """Return the rate of the narrowest link of a group's rings."""

@@ -9,7 +9,7 @@ when it was launched and the one before it is over. So does a collective, with t
   gather begins when that is done;
 - a reduction begins when the kernels launched before it are over (they computed its gradients) and, over replicas, when
   the unit's reduce_scatter is over;
-- a collective of the model's code (`TensorCollective`) begins when the kernels launched before it are over;
+- a collective of the model's code (`ActivationCollective`) begins when the kernels launched before it are over;
 - collectives of one communicator run one after another, in the order in which they were launched. Those of different
   communicators run at the same time and share the links (`contention.py`);
 - while a kernel has all processors, a collective waits until a wave of its thread blocks is over (`contention.py`).
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 from shardwise.comm.backends.tree import levels
 from shardwise.plan.dry_run.recording import (
+    ActivationCollective,
     Collective,
     Exchange,
     Fence,
@@ -32,7 +33,6 @@ from shardwise.plan.dry_run.recording import (
     Kernel,
     StepEvent,
     StepPhase,
-    TensorCollective,
     UnitMark,
     Wait,
     slices_of,
@@ -84,7 +84,7 @@ def simulate(
     return replay.finish()
 
 
-_TIMED = (Kernel, Collective, TensorCollective, HostCopy, Wait, UnitMark, Fence, Exchange, HostWait)
+_TIMED = (Kernel, Collective, ActivationCollective, HostCopy, Wait, UnitMark, Fence, Exchange, HostWait)
 
 
 def _alike(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
@@ -153,7 +153,7 @@ class _Simulation:
             self.work.phase = getattr(event, "phase", self.work.phase)
         if isinstance(event, Kernel):
             self._kernel(event)
-        elif isinstance(event, Collective | TensorCollective):
+        elif isinstance(event, Collective | ActivationCollective):
             self._collective(event)
         elif isinstance(event, HostCopy):
             self._copy(event)
@@ -227,7 +227,7 @@ class _Simulation:
 
     # Collectives ------------------------------------------------------------------------------------------------------
 
-    def _collective(self, event: Collective | TensorCollective) -> None:
+    def _collective(self, event: Collective | ActivationCollective) -> None:
         self.log.bytes_sent += bytes_sent(event.op, event.nbytes, event.ranks)
         seconds = self.cluster.seconds(event.op, event.nbytes, event.group, event.ranks)
         self._launch(usual_host().collective_s)
@@ -247,7 +247,7 @@ class _Simulation:
         start_s, end_s = self.work.copy(event, max(self.host_s, self.compute_s))
         self.over[event.number] = Span(event.way, INPUT, event.module, event.phase, start_s, end_s, event.nbytes)
 
-    def _beside(self, event: Collective | TensorCollective, seconds: float) -> Span:
+    def _beside(self, event: Collective | ActivationCollective, seconds: float) -> Span:
         """Run a collective on a stream of its own and on its communicator."""
         stream = event.stream
         communicator = stream if self.separate_reductions else event.group
@@ -263,14 +263,14 @@ class _Simulation:
             self.scattered[event.unit] = event.number
         return span
 
-    def _span(self, event: Collective | TensorCollective, stream: str, start_s: float, seconds: float) -> Span:
+    def _span(self, event: Collective | ActivationCollective, stream: str, start_s: float, seconds: float) -> Span:
         span = Span(stream, event.op, event.unit, event.phase, start_s, start_s + seconds, event.nbytes)
         self.log.spans.append(span)
         return span
 
-    def _ready_s(self, event: Collective | TensorCollective) -> float:
+    def _ready_s(self, event: Collective | ActivationCollective) -> float:
         """Return when a collective has been launched, its input is complete and its output buffer is free."""
-        if isinstance(event, TensorCollective):
+        if isinstance(event, ActivationCollective):
             return max(self.host_s, self.compute_s)
         if event.op == "all_gather":
             ready_s = max(self.host_s, self._room_s(event.unit), self.written_s.get(event.group, 0.0))

@@ -42,7 +42,7 @@ from shardwise.plan.simulate.other_engines.replay import GATHER, REDUCE, EngineR
 
 def is_ddp(recording: Recording) -> bool:
     """Whether the job is left to DistributedDataParallel."""
-    return recording.job.strategy is Strategy.NO_SHARD and recording.job.data_ranks > 1
+    return recording.job.strategy is Strategy.NO_SHARD and recording.job.engine_ranks > 1
 
 
 class _Fsdp2(EngineReplay):

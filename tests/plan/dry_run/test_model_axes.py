@@ -1,4 +1,5 @@
-"""Tensor-parallel models, run dry: memory, activations and traffic of the real engine on as many ranks, to the byte."""
+"""Tensor and context parallelism, run dry: memory, activations and traffic of the real engine on as many ranks, to the
+byte."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.dry_run.forward import TrainingForward
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.dry_run.recording import Collective, Recording, TensorCollective, Wait
+from shardwise.plan.dry_run.recording import ActivationCollective, Collective, Recording, Wait
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.models.source import resolve
 from tests.comm.recording import RecordingCollectives
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from tests.ranks import RankPools
 
 Sent = list[tuple[str, int]]
-"""(operator, bytes of the whole buffer), in order."""
+"""(operator, bytes of the whole buffer, or those that an all_to_all sends to other ranks), in order."""
 
 
 class OverTheAxis(TorchDispatchMode):
@@ -51,14 +52,17 @@ class OverTheAxis(TorchDispatchMode):
             self.sent.append(("all_gather", out.nbytes))
         elif name == "c10d.allreduce_.default":
             self.sent.append(("all_reduce", args[0][0].nbytes))
+        elif name == "_c10d_functional.all_to_all_single.default":
+            sizes = [args[0][:count].nbytes for count in args[2]]  # by rank that they go to
+            self.sent.append(("all_to_all", sum(sizes) - sizes[0]))
         return out
 
 
 _WRAPPERS = ("DTensor", "AsyncCollectiveTensor", "ShardedParameter")
 
 
-def job_of(tp: int, ranks: int, **options: Any) -> Job:
-    return Job(gpu="cpu", gpus_per_node=ranks, seq_len=128, micro_batch=4, tp=tp, **options)
+def job_of(ranks: int, **options: Any) -> Job:
+    return Job(**{"gpu": "cpu", "gpus_per_node": ranks, "seq_len": 128, "micro_batch": 4, **options})
 
 
 def real(name: str, job: Job) -> tuple[dict[str, int], list[tuple[str, str, int]], Sent]:
@@ -67,9 +71,9 @@ def real(name: str, job: Job) -> tuple[dict[str, int], list[tuple[str, str, int]
     torch.manual_seed(0)
     model = build(name)
     feed = TrainingForward(model, job)
-    mesh = sw.mesh(dp_replicate=job.replicas, tp=job.tp)
+    mesh = sw.mesh(**job.mesh)
     with recording():
-        sw.shard(model, job.strategy, mesh=mesh, tp_plan="auto", precision=job.precision)
+        sw.shard(model, job.strategy, mesh=mesh, tp_plan="auto" if job.tp > 1 else None, precision=job.precision)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     own = require_engine(model).mesh
     groups = {"shard": own.shard, "replicate": own.replicate}
@@ -93,7 +97,7 @@ def real(name: str, job: Job) -> tuple[dict[str, int], list[tuple[str, str, int]
 
 
 def sent_over_axis(recorded: Recording) -> Sent:
-    return [(event.op, event.nbytes) for event in recorded.events if isinstance(event, TensorCollective)]
+    return [(event.op, event.nbytes) for event in recorded.events if isinstance(event, ActivationCollective)]
 
 
 @pytest.mark.parametrize(
@@ -105,12 +109,30 @@ def sent_over_axis(recorded: Recording) -> Sent:
     ],
 )
 def test_memory_and_traffic_at_two_by_two(ranks: RankPools, name: str, precision: sw.Precision, strategy: str) -> None:
-    job = job_of(2, 4, precision=precision, strategy=strategy)
+    check_against_a_run(ranks, name, job_of(4, tp=2, precision=precision, strategy=strategy))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"cp": 4}),  # more ranks than heads of keys
+        ("llama", {"cp": 2, "strategy": "hybrid_shard", "shard_group": 1}),
+        ("llama", {"cp": 2, "tp": 2, "seq_len": 127}),  # padded
+        ("gpt2", {"cp": 2, "precision": MIXED}),
+        pytest.param("mixtral", {"cp": 2, "precision": MIXED, "strategy": "shard_grad_op"}, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_and_traffic_with_slices_of_sequences(ranks: RankPools, name: str, options: dict[str, Any]) -> None:
+    check_against_a_run(ranks, name, job_of(4, **options))
+
+
+def check_against_a_run(ranks: RankPools, name: str, job: Job) -> None:
     for rank, (state, sent, over_axis) in enumerate(ranks(4).run(real, name, job)):
         recorded = record(lambda: build(name), job, rank)
         assert state_of(recorded) == state
-        units = [event for event in traffic_of(recorded) if event[0] == "shard" and event[2] > 4096]
-        assert units == [event for event in sent if event[0] == "shard" and event[2] > 4096]
+        for group in ("shard", "replicate"):
+            of_units = [event for event in traffic_of(recorded) if event[0] == group and event[2] > 4096]
+            assert of_units == [event for event in sent if event[0] == group and event[2] > 4096]
         assert sent_over_axis(recorded) == over_axis
         assert len(over_axis) > 6
 
@@ -120,21 +142,26 @@ def test_activations_of_a_model_that_is_cut(ranks: RankPools, mode: str) -> None
     check(ranks, "llama", mode, tp=2)
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_activations_of_slices(ranks: RankPools, mode: str) -> None:
+    check(ranks, "llama", mode, cp=2)
+
+
 def test_every_collective_over_the_axis_is_waited_for() -> None:
-    job = Job(seq_len=16, gpus_per_node=4, tp=2, precision=MIXED)
+    job = Job(seq_len=16, gpus_per_node=4, tp=2, cp=2, precision=MIXED)
     events = record(lambda: build("llama"), job).events
-    issued = [event.number for event in events if isinstance(event, Collective | TensorCollective)]
+    issued = [event.number for event in events if isinstance(event, Collective | ActivationCollective)]
     assert sorted(event.number for event in events if isinstance(event, Wait)) == sorted(issued)
 
 
 def test_a_plan_leaves_no_process_group_and_plans_again_at_another_size() -> None:
     sizes = []
     build_wider = resolve({**LLAMA, "num_key_value_heads": 4}).builder()
-    for tp in (2, 1, 4, 2):
-        recorded = record(build_wider, Job(seq_len=16, gpus_per_node=8, tp=tp, precision=MIXED, gpu="cpu"))
+    for tp, cp in ((2, 1), (1, 1), (4, 1), (1, 4), (2, 2), (2, 1)):
+        recorded = record(build_wider, Job(seq_len=16, gpus_per_node=8, tp=tp, cp=cp, precision=MIXED, gpu="cpu"))
         sizes.append(state_of(recorded)["gathered_slots"])
         assert not dist.is_initialized()
-    assert sizes[2] < sizes[0] == sizes[3] < sizes[1]
+    assert sizes[2] < sizes[0] == sizes[4] == sizes[5] < sizes[1] == sizes[3]
 
 
 def test_a_model_of_ones_own_states_its_plan() -> None:
@@ -146,17 +173,27 @@ def test_a_model_of_ones_own_states_its_plan() -> None:
             for block in self.blocks:
                 block.up, block.down = nn.Linear(6, 12), nn.Linear(12, 6)
 
-    recorded = record(Cut, job_of(2, 2))
+    recorded = record(Cut, job_of(2, tp=2))
     assert sent_over_axis(recorded) == [("all_reduce", 4 * 6 * 4)] * 6  # each block's output and input gradient
 
 
 def test_what_cannot_be_cut_is_told() -> None:
     with pytest.raises(ConfigError, match=r"tp=3 does not divide 4 ranks \(1 nodes of 4\); use one of 1, 2, 4"):
-        job_of(3, 4)
+        job_of(4, tp=3)
+    with pytest.raises(ConfigError, match=r"cp=4 x tp=2 does not divide 4 ranks \(1 nodes of 4\)"):
+        job_of(4, tp=2, cp=4)
+    with pytest.raises(ConfigError, match="cp=256 is more than the 128 tokens of a sequence"):
+        job_of(256, cp=256)
+    with pytest.raises(ConfigError, match="cp=8 does not divide the model's 4 heads of attention on a rank"):
+        record(lambda: build("llama"), job_of(8, cp=8))
+    with pytest.raises(ConfigError, match="cp=2: T5ForConditionalGeneration has more than one sequence in a batch"):
+        record(lambda: build("t5"), job_of(2, cp=2))
+    with pytest.raises(PlanError, match="cp=2: Regression is not a transformers model"):
+        record(lambda: Regression(3), job_of(2, cp=2))
     with pytest.raises(ConfigError, match="tp=8 does not divide the model's num_attention_heads=4"):
-        record(lambda: build("llama"), job_of(8, 8))
+        record(lambda: build("llama"), job_of(8, tp=8))
     with pytest.raises(PlanError, match="tp=2: GPT2LMHeadModel has no tensor-parallel plan"):
-        record(gpt2, job_of(2, 2))
+        record(gpt2, job_of(2, tp=2))
     with pytest.raises(ConfigError, match="tp=2 with optimizer='muon' is not supported"):
-        job_of(2, 2, optimizer="muon")
+        job_of(2, tp=2, optimizer="muon")
     assert not dist.is_initialized()

@@ -1,0 +1,98 @@
+"""Axes that a model's own code communicates over, in a dry run: over ranks of torch's fake process group, a model is
+cut by its own plan, and attends across slices of sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.engine.extensions.tensor_parallel import AXES
+from shardwise.errors import PlanError
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.recorder import Recorder
+from shardwise.plan.dry_run.recording import CONTEXT, TENSOR
+from shardwise.plan.dry_run.traced_collectives import TracedCollectives
+
+Axes = Mapping[str, DeviceMesh]
+"""By its name, the ranks of each axis that one rank works on a batch with; axes of one rank are left out."""
+_NAMES = {"cp": CONTEXT, "tp": TENSOR}
+
+
+@contextmanager
+def model_axes(job: Job, rank: int, recorder: Recorder) -> Iterator[Axes]:
+    """Inside, this process has a process group: the ranks that work on the same batch as `rank`. Yields their axes "cp"
+    and "tp", of which collectives move nothing. A job without them needs no process group.
+
+    Raises PlanError if there is a process group already.
+    """
+    if job.ranks_per_batch == 1:
+        yield {}
+        return
+    check_alone(job)
+    own = rank % job.ranks_per_batch
+    first = own - own % job.tp
+    ranks = {"cp": range(own % job.tp, job.ranks_per_batch, job.tp), "tp": range(first, first + job.tp)}
+    dist.init_process_group("fake", rank=own, world_size=job.ranks_per_batch)
+    try:
+        # Axes of one mesh of all ranks would be equal for ranks whose groups differ, and torch remembers meshes.
+        groups = {axis: dist.new_group([*members]) for axis, members in ranks.items() if len(members) > 1}
+        recorder.groups = {group.group_name: _NAMES[axis] for axis, group in groups.items()}
+        if "tp" in groups:
+            AXES[groups["tp"]] = TracedCollectives(TENSOR, own % job.tp, job.tp, recorder, not job.on_cpu)
+        yield {axis: DeviceMesh.from_group(group, "cpu", mesh_dim_names=(axis,)) for axis, group in groups.items()}
+    finally:
+        dist.destroy_process_group()
+
+
+def check_alone(job: Job) -> None:
+    """Raise PlanError if a dry run of the job needs a process group of its own and this process has one."""
+    if job.ranks_per_batch > 1 and dist.is_available() and dist.is_initialized():
+        raise PlanError(
+            f"{job.axes_of_a_batch}: a plan makes a process group of its own for this, but this process has one: plan "
+            "before torch.distributed.init_process_group, or with shardwise plan"
+        )
+
+
+def cut_evenly_by(model: nn.Module) -> int:
+    """Return `Facts.cut_evenly_by`."""
+    if not getattr(model, "tp_plan", None):
+        return 1
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return 0
+    from shardwise.engine.setup.tensor_parallel import heads_of
+
+    return math.gcd(*heads_of(config).values())
+
+
+def divide(model: nn.Module, axes: Axes) -> None:
+    """Cut a model over the axis "tp" by its own plan, and let it attend across the axis "cp", in place.
+
+    Raises PlanError for a model that has no such plan, or whose attention cannot be told of slices; ConfigError and
+    LayoutError as `sw.shard`.
+    """
+    if "tp" in axes:
+        from shardwise.engine.setup.tensor_parallel import apply_plan
+
+        if not getattr(model, "tp_plan", None):
+            raise PlanError(
+                f"tp={axes['tp'].size()}: {type(model).__name__} has no tensor-parallel plan, which a model of your "
+                "own states as a dict of torch's ParallelStyles by names of modules in its attribute tp_plan: leave tp "
+                "out"
+            )
+        apply_plan(model, axes["tp"], "auto")
+    if "cp" in axes:
+        from shardwise.engine.setup.context_parallel import attend_across
+
+        if not any(hasattr(module, "set_attn_implementation") for module in model.modules()):
+            raise PlanError(
+                f"cp={axes['cp'].size()}: {type(model).__name__} is not a transformers model, whose attention can be "
+                "told of slices of sequences: leave cp out"
+            )
+        attend_across(model, axes["cp"])
