@@ -50,9 +50,10 @@ def axis_collective_of(func: Any) -> AxisCollective | None:
     return _KNOWN.get(str(func._overloadpacket))
 
 
-def group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """Return the process group that an operator that communicates is given: by its name, the last argument, or by
-    itself, the second one."""
+def group_name_of(args: tuple[Any, ...]) -> str:
+    """Return torch's name of the process group that an operator that communicates is given: the last argument, or that
+    of the group which is the second one."""
     if isinstance(args[-1], str):
-        return dist.distributed_c10d._resolve_process_group(args[-1])
-    return args[1] if isinstance(args[1], dist.ProcessGroup) else dist.ProcessGroup.unbox(args[1])
+        return args[-1]
+    group = args[1] if isinstance(args[1], dist.ProcessGroup) else dist.ProcessGroup.unbox(args[1])
+    return group.group_name

@@ -42,7 +42,7 @@ def model_axes(job: Job, rank: int, recorder: Recorder) -> Iterator[Axes]:
     try:
         # Axes of one mesh of all ranks would be equal for ranks whose groups differ, and torch remembers meshes.
         groups = {axis: dist.new_group([*members]) for axis, members in ranks.items() if len(members) > 1}
-        recorder.groups = {group.group_name: _NAMES[axis] for axis, group in groups.items()}
+        recorder.groups = {group.group_name: (_NAMES[axis], group.size()) for axis, group in groups.items()}
         if "tp" in groups:
             AXES[groups["tp"]] = TracedCollectives(TENSOR, own % job.tp, job.tp, recorder, not job.on_cpu)
         yield {axis: DeviceMesh.from_group(group, "cpu", mesh_dim_names=(axis,)) for axis, group in groups.items()}

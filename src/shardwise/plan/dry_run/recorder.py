@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.fsdp.collectives import Work
 from shardwise.fsdp.sharded_parameter import ShardedParameter
-from shardwise.plan.dry_run.axis_collectives import WAIT, AxisCollective, axis_collective_of, group_of
+from shardwise.plan.dry_run.axis_collectives import WAIT, AxisCollective, axis_collective_of, group_name_of
 from shardwise.plan.dry_run.operations import Operation, operation_of, tensors_of
 from shardwise.plan.dry_run.recording import (
     ON_HOST,
@@ -83,8 +83,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = False
-        self.groups: dict[str, str] = {}
-        """Names of groups, as in `ActivationCollective`, by torch's names of the process groups of a model's code."""
+        self.groups: dict[str, tuple[str, int]] = {}
+        """By torch's name of a process group of a model's code: its group in `ActivationCollective`, and its size."""
         self.stage = StepPhase.SETUP
         """FORWARD, BACKWARD or OPTIMIZER, set by the dry run; `phase` detects recomputation."""
         self._events: list[StepEvent | _TrackedStorage] = []
@@ -312,10 +312,9 @@ class Recorder(TorchDispatchMode):
                 self._emit(block)
         self._collectives += 1
         number = self._collectives
-        group = group_of(args)
-        ranks, name = group.size(), self.groups[group.group_name]
+        group, ranks = self.groups[group_name_of(args)]
         nbytes = collective.sizes(args, out, ranks)
-        self._emit(ActivationCollective(number, collective.op, nbytes, ranks, self.module, self.phase, name))
+        self._emit(ActivationCollective(number, collective.op, nbytes, ranks, self.module, self.phase, group))
         work = Pending(lambda: self._emit(Wait(number)))
         if collective.waits:
             work.wait()
