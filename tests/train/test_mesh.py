@@ -108,12 +108,14 @@ def test_replicas_and_shards_beside_tensor_parallelism(ranks: RankPools, overrid
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_adapters_beside_tensor_parallelism(ranks: RankPools) -> None:
-    """Trained, and merged into the base, as by one process."""
-    pytest.importorskip("peft")
-    lora = ("lora.r=4", "train.steps=3", "train.eval_every=0", "model.config.intermediate_size=45")
-    run_alone("log.name=alone", *lora)
-    _train(ranks, 4, "log.name=mesh", "parallel.tp=2", *lora)
+@pytest.mark.parametrize("what", ["lora.r=4", "train.optimizer=muon"])
+def test_adapters_and_muon_beside_tensor_parallelism(ranks: RankPools, what: str) -> None:
+    """Trained as by one process, and adapters merged into the base."""
+    if "lora" in what:
+        pytest.importorskip("peft")
+    common = (what, "train.steps=3", "train.eval_every=0", "model.config.intermediate_size=45")
+    run_alone("log.name=alone", *common)
+    _train(ranks, 4, "log.name=mesh", "parallel.tp=2", *common)
     _assert_as_alone("mesh")
     found, expected = (load_file(f"runs/{name}/final/model.safetensors") for name in ("mesh", "alone"))
     assert found.keys() == expected.keys()
@@ -348,7 +350,6 @@ def test_copies_and_shards_are_names_for_the_same(overrides: list[str], group: i
     "asked",
     [
         ("offload.params=cpu", "offload.params"),
-        ("train.optimizer=muon", 'train.optimizer = "muon"'),
         ("train.optimizer=adamw-8bit", 'train.optimizer = "adamw-8bit"'),
         ("lora.base=nf4", 'lora.base = "nf4"'),
         ("train.compile=true", "train.compile"),

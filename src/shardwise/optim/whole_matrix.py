@@ -10,7 +10,7 @@ docs/design/whole-matrix.md gives the reasons.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -18,16 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from shardwise.comm.together import OverGroups
 from shardwise.errors import UsageError, one_line
+from shardwise.fsdp.collectives import Collectives
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.mesh import Mesh
-from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter, same_cut
+from shardwise.fsdp.sharded_parameter import Part, Placement, ShardedParameter, same_cut
 from shardwise.fsdp.unit import Unit
 from shardwise.optim.matrices.hidden_matrices import Hidden, NamedParamGroup, hidden_matrices, named_groups
 from shardwise.optim.matrices.lane import AHEAD, Arrivals
 from shardwise.optim.matrices.owned_state import OwnedState
 from shardwise.optim.matrices.ownership import Balance, Cost, OwnerRank, product_cost
-from shardwise.optim.matrices.unit_matrices import Lanes, UnitMatrices, pieces_of
+from shardwise.optim.matrices.unit_matrices import Lanes, UnitMatrices, Wholes, axis_of, pieces_of
 from shardwise.sharded.extensions.optimizer_state import cut_state
 
 
@@ -152,9 +154,9 @@ class WholeMatrixOptimizer(Optimizer):
         try:
             self._update_units()
         except BaseException as error:
-            for state in self._states:  # peers would wait for this rank's pieces
-                state.shard.abandon(one_line(error, with_type=True))
-                state.replicate.abandon(one_line(error, with_type=True))
+            for state in self._states.values():  # peers would wait for this rank's pieces
+                for group in state.groups:
+                    group.abandon(one_line(error, with_type=True))
             raise
         return loss
 
@@ -186,11 +188,13 @@ class WholeMatrixOptimizer(Optimizer):
         replicating: deque[tuple[_UnitStep, Arrivals | None]] = deque()
         changed: dict[Mesh, dict[int, Any]] = {mesh: {} for mesh in self._states}
         for index, job in enumerate(jobs):
-            wholes = job.unit.assemble(gathering.popleft(), job.present)
+            gathered = job.unit.assemble(gathering.popleft(), job.present)
             if index + AHEAD < len(jobs):
                 gathering.append(self._gather(jobs[index + AHEAD]))
+            wholes = job.unit.join(job.lanes, gathered, job.present)
             changed[job.unit.mesh] |= self._update(job.unit, wholes)
-            scattering.append((job, job.unit.scatter(job.lanes.from_owners, wholes, job.present)))
+            job.unit.part(job.lanes, wholes, gathered, job.present)
+            scattering.append((job, job.unit.scatter(job.lanes.from_owners, gathered, job.present)))
             if len(scattering) == AHEAD:
                 self._finish(scattering, replicating)
         while scattering:
@@ -216,7 +220,7 @@ class WholeMatrixOptimizer(Optimizer):
             done.unit.receive(pieces)
         replicating.append((job, job.unit.replicate(job.lanes.to_replicas, job.present)))
 
-    def _update(self, unit: UnitMatrices, wholes: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Any]:
+    def _update(self, unit: UnitMatrices, wholes: Wholes) -> dict[int, Any]:
         """Step this rank's matrices of one unit.
 
         Returns, by number, the new description of each matrix's state that differs from the one before the step, which
@@ -272,8 +276,9 @@ class WholeMatrixOptimizer(Optimizer):
             self._check_placements()
             return
         self._assign()
-        units = {mesh: [unit for unit in self._units() if unit.mesh is mesh] for mesh in self._states}
-        lanes = {mesh: Lanes(mesh, of_mesh) for mesh, of_mesh in units.items()}
+        every = self._units()
+        units = {mesh: [unit for unit in every if unit.mesh is mesh] for mesh in self._states}
+        lanes = {mesh: Lanes(mesh, self._axis, of_mesh) for mesh, of_mesh in units.items()}
         self._jobs = [(unit, lanes[mesh]) for mesh, of_mesh in units.items() for unit in of_mesh]
         self._placements = {p: p.placement for p in self._owners if isinstance(p, ShardedParameter)}
 
@@ -282,37 +287,62 @@ class WholeMatrixOptimizer(Optimizer):
         for parameter in self._matrices:
             if isinstance(parameter, ShardedParameter):
                 assert isinstance(parameter.unit, Unit)
-                if parameter.placement.part is not None:
-                    raise UsageError(
-                        f"{parameter.fqn!r} is tensor-parallel, so no rank of its mesh has the whole matrix: give it "
-                        "to an elementwise optimizer such as AdamW"
-                    )
                 found.setdefault(parameter.unit, []).append(parameter)
         return found
 
+    @property
+    def _axis(self) -> Collectives | None:
+        """The tensor axis along which some matrices are cut. Raises UsageError if there are several axes."""
+        by_axes = {group.axes: group.fqns[0] for unit in self._by_unit() for group in unit.groups if group.axes}
+        if len({axis for axes in by_axes for axis in axes}) > 1:
+            raise UsageError(
+                f"{', '.join(map(repr, by_axes.values()))}: DTensors over more than one tensor axis are not supported: "
+                "use an elementwise optimizer such as AdamW"
+            )
+        return next(iter(by_axes), (None,))[0]
+
     def _units(self) -> list[UnitMatrices]:
+        """Return the matrices by unit. Every rank of the tensor axis must call this, if there is one."""
+        axis, by_unit = self._axis, self._by_unit()
+        every = [matrix for matrices in by_unit.values() for matrix in matrices]
+        parts: list[Sequence[Part]] = [()] * len(every)
+        if axis is not None:
+            own = [matrix.placement.part if axis_of(matrix) is axis else () for matrix in every]
+            parts = list(zip(*OverGroups((axis,)).all_gather_object(own), strict=True))
+        of_matrix = dict(zip(every, parts, strict=True))
         return [
-            UnitMatrices(_mesh_of(unit), matrices, [self._owners[matrix] for matrix in matrices])
-            for unit, matrices in self._by_unit().items()
+            UnitMatrices(
+                _mesh_of(unit), matrices, [self._owners[m] for m in matrices], axis, [of_matrix[m] for m in matrices]
+            )
+            for unit, matrices in by_unit.items()
         ]
 
     def _assign(self) -> None:
-        """Assign an owner to every sharded matrix, the same on every rank. Does not communicate."""
+        """Assign an owner to every sharded matrix, the same on every rank. Does not communicate.
+
+        Ranks of a tensor axis may hold parts of different sizes, so what is cut along it is assigned without regard to
+        who holds it.
+        """
         if self._owners:
             return
-        balances: dict[Mesh, Balance] = {}
+        axis = self._axis
+        balances: dict[tuple[Mesh, bool], Balance] = {}
         for unit, matrices in self._by_unit().items():
             mesh = _mesh_of(unit)
-            shards = mesh.shard.world_size
-            balance = balances.setdefault(mesh, Balance(mesh.replicate.world_size, shards))
-            self._states.setdefault(mesh, OwnedState(mesh))
-            held = []
-            for matrix in matrices:
-                held.append([0] * shards)
-                for rank, start, stop in pieces_of(matrix.placement):
-                    held[-1][rank] = stop - start
-            costs = [self._cost(tuple(matrix.shape)) if matrix.requires_grad else 0 for matrix in matrices]
-            self._owners.update(zip(matrices, balance.owners(costs, held), strict=True))
+            self._states.setdefault(mesh, OwnedState(mesh, axis))
+            for is_cut in (False, True):
+                those = [matrix for matrix in matrices if (axis_of(matrix) is not None) is is_cut]
+                over_axis = axis.world_size if axis is not None and is_cut else 1
+                candidates = mesh.shard.world_size * over_axis
+                balance = balances.setdefault((mesh, is_cut), Balance(mesh.replicate.world_size, candidates))
+                held = [[0] * candidates for _ in those]
+                for matrix, by_rank in zip(those, held, strict=True):
+                    for rank, start, stop in pieces_of(matrix.placement) if matrix.placement.part is None else ():
+                        by_rank[rank] = stop - start
+                costs = [self._cost(tuple(matrix.shape)) if matrix.requires_grad else 0 for matrix in those]
+                for matrix, owner in zip(those, balance.owners(costs, held), strict=True):
+                    rank, tensor = divmod(owner.rank, over_axis)
+                    self._owners[matrix] = OwnerRank(owner.replica, rank, tensor if is_cut else None)
 
     def _check_placements(self) -> None:
         for parameter, placement in self._placements.items():

@@ -194,10 +194,6 @@ def test_what_is_not_possible_says_so() -> None:
         copy.deepcopy(model)
     with pytest.raises(NotOnPiecesError, match="tensor-parallel"):
         model.weight.detach().std()
-    muon = sw.optim.whole_matrix(torch.optim.Muon, model, lr=0.1)
-    model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(UsageError, match="tensor-parallel"):
-        muon.step()
     large = Hand(distribute_tensor(torch.ones(128, 64), mesh["tp"], [Shard(0)]))
     sw.shard(large, mesh=mesh["dp_shard"], align=sw.optim.AdamW8bit.BLOCK_NUMEL)
     with pytest.raises(UsageError, match="tensor-parallel"):

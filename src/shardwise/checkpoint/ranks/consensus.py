@@ -70,8 +70,11 @@ class Peers(Agreement, OverGroups):
 
     def copy_of(self, ranks: int, axes: Sequence[Collectives]) -> tuple[int, int]:
         """Return this rank's number among those that hold the same elements of a tensor, and how many they are. Not
-        collective. `ranks`, `axes`: the tensor is spread over so many ranks of the mesh, and over these axes."""
+        collective. `ranks`, `axes`: the tensor is spread over so many ranks of the mesh, and over these axes; or over
+        all ranks."""
         mesh = self._mesh
+        if ranks == self.world_size:
+            return 0, 1
         if ranks == mesh.world_size:
             number, copies = 0, 1
         elif ranks == 1:  # every rank is a replica, whatever other tensors are cut into

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,46 +20,63 @@ from shardwise.optim.matrices.ownership import OwnerRank
 
 
 class _EveryRank(DryCollectives):
-    """All ranks of a mesh, replica by replica, with only the collectives that full tensors and norms need."""
+    """The ranks of several groups, with only the collectives that full tensors and norms need. The ranks of the first
+    group are neighbours, then those of the second."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        rank = mesh.replicate.rank * mesh.shard.world_size + mesh.shard.rank
-        super().__init__(rank, mesh.world_size, mesh.device)
+    def __init__(self, groups: Sequence[Collectives]) -> None:
+        self._groups = groups
+        rank = 0
+        for group in reversed(groups):
+            rank = rank * group.world_size + group.rank
+        super().__init__(rank, math.prod(group.world_size for group in groups), groups[0].device)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Broadcast in the shard group of `src`, then from each of its ranks to the other replicas."""
-        replica, rank = divmod(src, self._mesh.shard.world_size)
-        if self._mesh.replicate.rank == replica:
-            self._mesh.shard.broadcast(tensor, rank)
-        self._mesh.replicate.broadcast(tensor, replica)
+        """Broadcast in the first group of `src`, then from each of its ranks in the second one, and so on."""
+        rank = self.rank
+        for group in self._groups:
+            (src, of_group), rank = divmod(src, group.world_size), rank // group.world_size
+            if src == rank:
+                group.broadcast(tensor, of_group)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
-        """Reduce in the shard groups, then over the replicas."""
-        first = self._mesh.shard.all_reduce(tensor, op, after, label)
-        return self._mesh.replicate.all_reduce(tensor, op, first, label)
+        """Reduce in one group after the other."""
+        for group in self._groups:
+            after = group.all_reduce(tensor, op, after, label)
+        return after
 
 
-def every_rank(mesh: Mesh) -> Collectives:
-    """Return all ranks of a mesh as one group, in which replica r's rank s is r * shards + s. Does not communicate."""
-    if mesh.replicate.world_size == 1:
-        return mesh.shard
-    return mesh.replicate if mesh.shard.world_size == 1 else _EveryRank(mesh)
+def every_rank(groups: Sequence[Collectives]) -> Collectives:
+    """Return the ranks of several groups as one, in which those of the first group are neighbours. Does not
+    communicate."""
+    several = [group for group in groups if group.world_size > 1]
+    return _EveryRank(several) if len(several) > 1 else (several or groups)[0]
 
 
 class OwnedState:
     """Makes and describes the optimizer state of one mesh's matrices."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._ranks = every_rank(mesh)
+    def __init__(self, mesh: Mesh, axis: Collectives | None) -> None:
+        """axis: the tensor axis along which some matrices are cut."""
+        self._groups = [mesh.shard, mesh.replicate]
+        self._ranks = every_rank(self._groups)
+        self._shards = mesh.shard.world_size
+        self._axis = axis
+        self._ranks_of_cut = self._ranks if axis is None else every_rank([axis, *self._groups])
+
+    @property
+    def groups(self) -> list[Collectives]:
+        """The groups over which matrices and their state move."""
+        return [*self._groups, *([] if self._axis is None else [self._axis])]
 
     def placement(self, fqn: str, shape: tuple[int, ...], owner: OwnerRank) -> Placement:
         """Return a placement with all elements on the owner: the layout's slices are as large as the whole tensor."""
         numel = math.prod(shape)
-        position = owner.replica * self._mesh.shard.world_size + owner.rank
+        position, ranks = owner.replica * self._shards + owner.rank, self._ranks
+        if owner.tensor is not None:
+            assert self._axis is not None
+            position, ranks = position * self._axis.world_size + owner.tensor, self._ranks_of_cut
         entry = Entry(fqn, tuple(shape), position * numel, numel)
-        return Placement(FlatLayout((entry,), numel * self._ranks.world_size, self._ranks.world_size), 0, self._ranks)
+        return Placement(FlatLayout((entry,), numel * ranks.world_size, ranks.world_size), 0, ranks)
 
     def wrap(self, parameter: ShardedParameter, owner: OwnerRank, value: Any) -> Any:
         """Wrap the owner's value of a state entry: a tensor of more than one element becomes a `ShardedParameter` that
@@ -104,7 +121,7 @@ class OwnedState:
     def exchange(self, changed: Mapping[int, Any]) -> dict[int, Any]:
         """Send this rank's descriptions and return those of all ranks, by matrix number. Every rank must call this."""
         message = json.dumps(changed).encode()
-        for group in (self._mesh.shard, self._mesh.replicate):
+        for group in self.groups:
             if group.world_size > 1:
                 message = group.exchange(message, _merge)
         return {int(index): described for index, described in json.loads(message).items()}

@@ -10,10 +10,12 @@ Cost = Callable[[tuple[int, ...]], int]
 
 
 class OwnerRank(NamedTuple):
-    """A rank by its position in its replicate group and in its shard group."""
+    """A rank by its position in its replicate group, in its shard group, and on the tensor axis."""
 
     replica: int
     rank: int
+    tensor: int | None = None
+    """None: each rank of the tensor axis owns the matrix, which is not cut along it."""
 
 
 def product_cost(shape: tuple[int, ...]) -> int:

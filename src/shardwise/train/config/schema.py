@@ -594,7 +594,7 @@ class Config(Section):
         }
         with_tp = {
             **dict.fromkeys(places, True),
-            f'train.optimizer = "{train.optimizer}"': train.optimizer in {"adamw-8bit", "muon"},
+            f'train.optimizer = "{train.optimizer}"': train.optimizer == "adamw-8bit",
             f'lora.base = "{self.lora.base}"': self.lora.base is not None,
             "train.compile": train.compile,
         }
