@@ -60,10 +60,11 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "process": set(),
         "build": {"config", "data", "process"},
         "report": {"config", "run"},
+        "profile": {"run", "process"},
         "output": {"config", "data", "run", "process", "build", "report"},
         "on_jax": {"config", "data", "run", "process", "output", "report"},
         "tasks": {"config", "data", "run", "process", "build", "output"},
-        ".": {"config", "data", "run", "process", "build", "report", "output", "tasks"},
+        ".": {"config", "data", "run", "process", "build", "report", "profile", "output", "tasks"},
     },
     "cli": {"process": set(), ".": {"process"}},
 }

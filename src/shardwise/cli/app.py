@@ -27,6 +27,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_PROFILED = 3
+"""Steps that `--profile` records without a number."""
+
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The run's configuration.")]
 OverridesArgument = Annotated[
     list[str] | None,
@@ -45,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     debug = "--debug" in arguments
     try:
-        status = app(args=list(arguments), standalone_mode=False)
+        status = app(args=_with_steps(arguments), standalone_mode=False)
     except typer.Abort:
         return Exit.INTERRUPTED
     except Exception as error:
@@ -76,6 +79,15 @@ def train(
     backend: Annotated[
         str | None, typer.Option("--backend", help="torch or jax; overrides parallel.backend of the configuration.")
     ] = None,
+    profile: Annotated[
+        int | None,
+        typer.Option(
+            "--profile",
+            metavar="[STEPS]",
+            help=f"Profile so many steps from the third on ({_PROFILED} without a number): writes one trace of all "
+            "ranks, and prints where the time goes; overrides log.profile.",
+        ),
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Also show tracebacks of mistakes.")] = False,
 ) -> int:
     """Train a model on all GPUs, or on 2 CPU ranks without GPUs; resume from the newest intact checkpoint."""
@@ -83,6 +95,7 @@ def train(
     from shardwise.train.run.preflight import check_supported
 
     overrides = [*(overrides or ()), *([f"parallel.backend={backend}"] if backend else [])]
+    overrides += [f"log.profile={profile}"] if profile is not None else []
     loaded = load(config, overrides)
     if loaded.parallel.backend == "jax":
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -281,6 +294,16 @@ app.command()(report_command.report)
 def bench(context: typer.Context) -> int:
     """Time this engine beside DDP, FSDP1, FSDP2 and DeepSpeed, with the options of `python benchmarks peers`."""
     return bench_script.run(context.args)
+
+
+def _with_steps(arguments: Sequence[str]) -> list[str]:
+    """Return the command line with the number of steps behind a `--profile` that is given without one, which the parser
+    cannot leave out."""
+    after = [*arguments[1:], ""]
+    bare = [
+        one == "--profile" and not then.lstrip("-").isdecimal() for one, then in zip(arguments, after, strict=False)
+    ]
+    return [f"{one}={_PROFILED}" if is_bare else one for one, is_bare in zip(arguments, bare, strict=True)]
 
 
 def _usage_line(error: Exception) -> str | None:

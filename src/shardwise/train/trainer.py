@@ -96,8 +96,17 @@ def run(config: Config) -> None:
                 with ranks.together():
                     if ranks.is_first:
                         claim.enter_context(claimed(directory.path, console.say))
-                Trainer(config, ranks, console).run(directory)
+                trainer_for(config)(config, ranks, console).run(directory)
             ranks.work(lambda: push_final(config, console.say) if ranks.is_first else None)
+
+
+def trainer_for(config: Config) -> type[Trainer]:
+    """Return the class whose object trains as a configuration says."""
+    if config.log.profile:
+        from shardwise.train.profiled import ProfiledTrainer
+
+        return ProfiledTrainer
+    return Trainer
 
 
 def _with_files(config: Config, ranks: Ranks) -> Config:

@@ -531,6 +531,10 @@ class LogConfig(Section):
     """Log to this project of Weights & Biases as well; a resumed run goes on in the same place. WANDB_MODE=offline in
     the environment needs no account. none = do not."""
 
+    profile: NonNegativeInt = 0
+    """Steps to profile, from the third of the launch on; 0 = none. Writes `profile/` in the run's directory: one trace
+    of all ranks, and where the time goes."""
+
     @model_validator(mode="after")
     def _name_is_a_directory(self) -> Self:
         if self.name in (".", ".."):

@@ -28,6 +28,7 @@ def check_supported(config: Config) -> None:
         f'eval.generate = "{config.eval.generate}"': config.eval.generate is not None,
         f"train.patience = {train.patience}": train.patience > 0,
         "checkpoint.keep_best": config.checkpoint.keep_best,
+        f"log.profile = {config.log.profile}": config.log.profile > 0,
         f"lora.r = {config.lora.r}": config.lora.r > 0,
         f'parallel.strategy = "{parallel.strategy}"': parallel.strategy not in _STRATEGIES,
         f'parallel.param_dtype = "{parallel.param_dtype}"': parallel.param_dtype == "fp16",

@@ -97,6 +97,11 @@ class Ranks(Together):
         """Return the sum of an integer over all ranks. Every rank must call this."""
         return int(self.sum([local], np.int64)[0])
 
+    @property
+    def channels(self) -> tuple[TreeChannel, ...]:
+        """What exchanges go over: nothing before the first one, nor for a rank alone."""
+        return tuple(self._channels)
+
     def exchange(self, message: bytes, combine: Combine) -> bytes:
         """Exchange over a channel of the run's own."""
         if self.world_size == 1:

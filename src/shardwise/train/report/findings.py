@@ -28,7 +28,8 @@ class Finding(NamedTuple):
 
 def findings(run: RunLog) -> list[Finding]:
     """Return what stands out in a run."""
-    return [*_of_the_end(run), *_of_losses(run), *_of_steps(run), *_of_time(run), *_of_memory(run)]
+    profiled = [Finding(one.what, one.advice) for one in run.profile.advice] if run.profile is not None else []
+    return [*_of_the_end(run), *_of_losses(run), *_of_steps(run), *_of_time(run), *_of_memory(run), *profiled]
 
 
 def _of_the_end(run: RunLog) -> Iterator[Finding]:

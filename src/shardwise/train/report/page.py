@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.errors import UserError, one_line
-from shardwise.pages import COLOURS, filled, write_page
+from shardwise.pages import COLOURS, OTHER, PHASES, WAITING, filled, write_page
+from shardwise.pages.lanes import Block, joined
 from shardwise.policy.kinds import KINDS, MEMORY_WORDS
 from shardwise.tables import format_bytes
 from shardwise.train.report import curves
@@ -16,7 +17,10 @@ from shardwise.train.report.findings import findings
 from shardwise.train.report.run_log import RunLog
 from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.facts import Facts
+from shardwise.train.run.profiles import PEER, TRANSFER, Profile
 
+_PHASES = {name: colour for name, colour in PHASES.items() if name != WAITING}
+_PHASES |= {PEER: PHASES[WAITING], TRANSFER: "#9a5fc0"}
 INSTALL = "pip install 'shardwise[train]'"
 
 
@@ -76,9 +80,19 @@ def page_html(run: RunLog, against: RunLog | None = None) -> str:
         memory_charts=_memory_charts(shown),
         spent=_rows_of({one.name: _spent(one.run) for one in shown}),
         differences=_differences(run.config, against.config) if against is not None else [],
+        profiled=[(one.name, one.run.profile, _lanes(one.run.profile)) for one in shown if one.run.profile is not None],
+        phases=_PHASES,
         words=MEMORY_WORDS,
         colours=COLOURS,
     )
+
+
+def _lanes(profile: Profile) -> dict[str, list[Block]]:
+    """Return the picture of the last profiled step."""
+    return {
+        lane: joined(Block(label, _PHASES.get(phase, OTHER), start, end) for label, phase, start, end in blocks)
+        for lane, blocks in profile.lanes.items()
+    }
 
 
 def _plotly() -> str:

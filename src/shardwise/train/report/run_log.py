@@ -15,6 +15,7 @@ from shardwise.suggest import nearest_path
 from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.facts import Facts
 from shardwise.train.run.launches import EVALUATIONS, EXPORT, SAVES, SETUP, STEPS, Launch
+from shardwise.train.run.profiles import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class RunLog:
     """In order."""
     facts: Facts
     is_finished: bool
+    profile: Profile | None
 
     @classmethod
     def read(cls, path: Path) -> RunLog:
@@ -58,6 +60,7 @@ class RunLog:
                 launches=_last_of_each(_rows(directory.launches)),
                 facts=Facts.read(directory.facts),
                 is_finished=directory.is_finished,
+                profile=Profile.read(directory.profile),
             )
         except OSError as error:
             raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None

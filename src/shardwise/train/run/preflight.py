@@ -18,6 +18,8 @@ from shardwise.train.data.model_files import settled
 from shardwise.train.data.questions import read_questions
 
 DEFAULT_CPU_RANKS = 2
+PROFILE_FROM = 2
+"""Steps of a launch before those that are profiled."""
 _RANK_BYTES = 200 * 2**20
 """Memory that a CPU rank takes before it has a model."""
 
@@ -51,6 +53,12 @@ def check_supported(config: Config) -> None:
         )
     if not config.data.eval_fraction:
         _check_evaluates(config)
+    if config.log.profile > max(0, config.train.steps - PROFILE_FROM):
+        raise ConfigError(
+            f"log.profile={config.log.profile}: with train.steps={config.train.steps} at most "
+            f"{max(0, config.train.steps - PROFILE_FROM)} steps can be profiled, since the first {PROFILE_FROM} of a "
+            "launch never are: lower it, or raise train.steps"
+        )
     if config.hub.push_to is not None:
         check_token(f"hub.push_to={config.hub.push_to!r}")
     if config.lora.r and find_spec("peft") is None:

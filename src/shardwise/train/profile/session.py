@@ -1,0 +1,118 @@
+"""One profile of some steps: what each rank records, and what rank 0 makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardwise import device_tools
+from shardwise.errors import UserError
+from shardwise.model_tools.event_log import EventLog, record_exchanges, recording
+from shardwise.train.process.ranks import Ranks
+from shardwise.train.profile.clocks import offsets
+from shardwise.train.profile.rank_file import RankFile
+from shardwise.train.profile.summary import summarised
+from shardwise.train.profile.trace import write_trace
+from shardwise.train.run.profiles import TRACE, Profile
+
+
+class Session:
+    """Records from its beginning to its end, both between steps."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        """Begin. Every rank must call this."""
+        self.log = EventLog()
+        self._ranks = ranks
+        self._offsets = offsets(ranks)
+        self._stack = ExitStack()
+        self._stack.enter_context(recording(model, self.log))
+        for channel in ranks.channels:
+            record_exchanges(channel, self.log, "run", ranks.world_size, self._stack)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes to standard error
+        self._profiler = torch.profiler.profile(activities=_activities(ranks.device))
+        device_tools.wait(ranks.device)
+        self._profiler.start()
+
+    def close(self) -> None:
+        """Stop recording, whatever comes of it. Not collective."""
+        device_tools.wait(self._ranks.device)
+        self._profiler.stop()
+        self._stack.close()
+
+    def end(self, directory: Path, first_step: int) -> Profile | None:
+        """End: write the trace of all ranks to a directory of the run. Every rank must call this; rank 0 gets the
+        summary, which is not written yet.
+
+        Raises:
+            UserError: a file cannot be written. Raised on every rank.
+        """
+        self.close()
+        self._ranks.work(lambda: self._write_own(directory))
+        return self._ranks.work(lambda: self._put_together(directory, first_step) if self._ranks.is_first else None)
+
+    def _write_own(self, directory: Path) -> None:
+        raw = directory / f"rank-{self._ranks.rank:05d}.json"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(str(raw))
+            RankFile.write(_file(directory, self._ranks.rank), self.log, json.loads(raw.read_text(encoding="utf-8")))
+            raw.unlink()
+        except OSError as error:
+            raise UserError(f"the profile cannot be written to {directory}: {error.strerror or error}") from None
+
+    def _put_together(self, directory: Path, first_step: int) -> Profile:
+        """Read all ranks' files, write the trace and return the summary."""
+        paths = {rank: _file(directory, rank) for rank in range(self._ranks.world_size)}
+        missing = [rank for rank, path in paths.items() if not path.exists()]
+        try:
+            files = [
+                RankFile.read(path, rank).moved(self._offsets[rank].offset_ns)
+                for rank, path in paths.items()
+                if rank not in missing
+            ]
+            write_trace(directory / TRACE, files)
+            for rank, path in paths.items():
+                if rank not in missing:
+                    path.unlink()
+        except OSError as error:
+            raise UserError(f"the profile cannot be written to {directory}: {error.strerror or error}") from None
+        return summarised(files, first_step, max(one.within_ns for one in self._offsets), missing)
+
+
+def _file(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank:05d}.json.gz"
+
+
+def _activities(device: torch.device) -> list[torch.profiler.ProfilerActivity]:
+    kinds = torch.profiler.ProfilerActivity
+    own = getattr(kinds, device.type.upper(), None)
+    return [kinds.CPU] if own in {None, kinds.CPU} else [kinds.CPU, own]
+
+
+def lines(profile: Profile, trace: Path) -> list[str]:
+    """Return the summary for a terminal."""
+    shares = profile.mean_shares
+    width = max(map(len, shares))
+    found = [
+        f"profile of steps {profile.first_step} to {profile.last_step}: {profile.step_time_s:.3g} s a step, "
+        f"{len(profile.shares)} ranks, clocks within {1e6 * profile.clock_s:.0f} us",
+        *(f"  {name:{width}}  {share:6.1%}" for name, share in shares.items() if share >= 5e-4),
+    ]
+    unit = profile.slowest_unit
+    if unit is not None:
+        found.append(
+            f"slowest unit: {unit.name or 'root'}, {unit.compute_s:.3g} s a step computing and {unit.waiting_s:.3g} s "
+            "waiting for its collectives"
+        )
+    if len(profile.shares) > 1:
+        slowest = profile.slowest_rank
+        found.append(f"slowest rank: {slowest}, others wait {profile.waited_for_s[slowest]:.3g} s a step for it")
+    if profile.missing:
+        found.append(f"without ranks {', '.join(map(str, profile.missing))}: their files are on other machines' disks")
+    found += [f"{one.what}: {one.advice}" for one in profile.advice]
+    return [*found, f"trace: {trace} (open it in https://ui.perfetto.dev)"]
