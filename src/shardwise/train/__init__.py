@@ -1,1 +1,5 @@
 """The trainer: configuration, data, models, the loop. Needs the `train` extra."""
+
+from shardwise.registry import register
+
+register("trainer", "shardwise.train.profiled:kind_for")

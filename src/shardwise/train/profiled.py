@@ -13,6 +13,7 @@ from shardwise.errors import UserError
 from shardwise.model_tools.event_log import shadowed
 from shardwise.plan.search.evaluator import Evaluator
 from shardwise.train.build.job import hardware_here, job_of, source_of
+from shardwise.train.config.schema import Config
 from shardwise.train.data.micro_batch import MicroBatch
 from shardwise.train.loss import StepWeights
 from shardwise.train.profile.advice import advise, faster_settings
@@ -23,6 +24,11 @@ from shardwise.train.run.metrics import MetricsWriter
 from shardwise.train.run.preflight import PROFILE_FROM
 from shardwise.train.run.profiles import COMPUTE, DATA, EVALUATING, OPTIMIZER, SAVING, TRACE
 from shardwise.train.trainer import Trainer
+
+
+def kind_for(config: Config) -> type[Trainer] | None:
+    """Return the class whose object trains as a configuration says that asks for a profile; None for others."""
+    return ProfiledTrainer if config.log.profile else None
 
 
 class ProfiledTrainer(Trainer):

@@ -28,6 +28,7 @@ from shardwise.modules.deferred_init.materialize import init_on_device, skip_ini
 from shardwise.modules.deferred_init.progress import log_to
 from shardwise.plan.models.transformers_models import quiet_transformers
 from shardwise.policy.kinds import KINDS
+from shardwise.registry import registered
 from shardwise.train.answering import Answering
 from shardwise.train.build import auto, compute_dtype, rank_consistency
 from shardwise.train.build.lora import base_digest, start_heads
@@ -70,6 +71,10 @@ _IN_FORM = {
 }
 
 
+SEAM = "trainer"
+"""Functions that are asked first for the class of a run's `Trainer`: (config) -> type[Trainer] | None."""
+
+
 def run(config: Config) -> None:
     """Train as `config` says and write `runs/<name>/`. Every rank must call this, under torchrun or alone.
 
@@ -96,17 +101,9 @@ def run(config: Config) -> None:
                 with ranks.together():
                     if ranks.is_first:
                         claim.enter_context(claimed(directory.path, console.say))
-                trainer_for(config)(config, ranks, console).run(directory)
+                kinds: list[type[Trainer]] = [kind for choose in registered(SEAM) if (kind := choose(config))]
+                next(iter(kinds), Trainer)(config, ranks, console).run(directory)
             ranks.work(lambda: push_final(config, console.say) if ranks.is_first else None)
-
-
-def trainer_for(config: Config) -> type[Trainer]:
-    """Return the class whose object trains as a configuration says."""
-    if config.log.profile:
-        from shardwise.train.profiled import ProfiledTrainer
-
-        return ProfiledTrainer
-    return Trainer
 
 
 def _with_files(config: Config, ranks: Ranks) -> Config:
