@@ -16,7 +16,7 @@ LAYERS = [
     {"sharded"},
     {"modules", "offload"},
     {"engine"},
-    {"model_tools"},
+    {"model_tools", "watchdog"},
     {"optim"},
     {"plan", "checkpoint"},
     {"generation"},

@@ -61,7 +61,7 @@ _MODULES = {
 }
 
 _ATTACHED = {
-    "after an optimizer's step": ("engine.setup.torch_patches:after_step",),
+    "after an optimizer's step": ("engine.setup.torch_patches:after_step", "watchdog.watchdog:after_step"),
     "before an optimizer's step": ("engine.setup.torch_patches:before_step",),
     "channel": ("comm.store_channel:StoreChannel",),
     "collectives": ("comm.backends.select:choose",),
@@ -76,6 +76,7 @@ _ATTACHED = {
         "engine.extensions.interrupts:attach",
         "engine.extensions.late_parameters:attach",
         "engine.extensions.manual_unshard:attach",
+        "watchdog.watchdog:attach",
     ),
     "groups": ("engine.extensions.hybrid_groups:groups_of",),
     "reducer": ("engine.extensions.replicas:choose", "engine.extensions.full_gradients:choose"),

@@ -82,6 +82,8 @@ class CollectiveLog:
         """Why this rank abandoned something since all ranks last agreed."""
         self._awaited: set[int] = set()
         """Forward passes since all ranks last agreed whose backward has not come."""
+        self.shared, self._last = 0, 0
+        """Number of collectives and comparisons that this rank has begun so far, and the label of the last one."""
         self.has_news = False
         """Whether anything was issued since ranks last agreed."""
         self.has_abandoned = False
@@ -111,7 +113,13 @@ class CollectiveLog:
     def note(self, label: int) -> None:
         """Note that this rank issues a collective with this label. No communication."""
         self.has_news = True
+        self.shared, self._last = self.shared + 1, label
         self._append(label)
+
+    @property
+    def last_in_words(self) -> str:
+        """The last collective or comparison that this rank has begun; "" if there is none."""
+        return self._labels[self._last] if self._last else ""
 
     def note_step(self) -> None:
         """Note that an optimizer has updated a unit. No communication."""
@@ -163,6 +171,7 @@ class CollectiveLog:
 
     def _over_all_groups(self, message: bytes, combine: Combine, point: SyncPoint) -> bytes:
         self.has_abandoned = False
+        self.shared, self._last = self.shared + 1, point
         for position, group in enumerate(self._groups):
             try:
                 message = group.exchange(message, combine, point)

@@ -1,0 +1,134 @@
+"""Which rank others wait for, out of what each says of itself: pure functions, the same on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+
+class State(enum.StrEnum):
+    """What a rank does while others wait."""
+
+    WAITS = "waits"
+    """In a collective."""
+    STILL = "still"
+    """Elsewhere, and does not move."""
+    WORKS = "works"
+    """Elsewhere, and moves."""
+    STOPPED = "stopped"
+    """Its process is stopped."""
+    SILENT = "silent"
+    """Its process runs and does not answer."""
+    GONE = "gone"
+    """Its process has ended, or its host does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a rank says of itself, or what another one on its host sees of it."""
+
+    state: State
+    for_s: float
+    """Seconds since it last began or ended something together with other ranks."""
+    host: str
+    pid: int
+    last: str = ""
+    """The collective that it waits in, or the last one that it began, in words."""
+    site: str = ""
+    """Where a script called what it waits in."""
+    stack: Sequence[str] = ()
+    """Outermost first."""
+
+    @classmethod
+    def read(cls, message: bytes) -> Self:
+        """Return what `message` says."""
+        fields = json.loads(message)
+        return cls(**{**fields, "state": State(fields["state"])})
+
+    def message(self) -> bytes:
+        """Return it as a message."""
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What is wrong, if ranks wait."""
+
+    is_hang: bool
+    headline: str
+    """One sentence."""
+    details: Sequence[str]
+    """Lines about the ranks."""
+
+
+_WORDS = {
+    State.STILL: "stands still",
+    State.WORKS: "is at work elsewhere",
+    State.STOPPED: "is stopped (SIGSTOP, or a debugger)",
+    State.SILENT: "does not answer: native code holds Python's lock",
+    State.GONE: "is gone, or its host is not reached",
+}
+_CULPRITS = (State.GONE, State.STOPPED, State.SILENT, State.STILL)
+
+
+def diagnose(statuses: Mapping[int, Status], is_late: bool = False) -> Diagnosis | None:
+    """Return what is wrong, or None if ranks only met in the meantime.
+
+    A rank that works may come yet: that is no hang before it is late.
+
+    Args:
+        statuses: by rank, of all ranks.
+        is_late: some rank has waited for as long as a collective may last.
+    """
+    waiting = [rank for rank, status in statuses.items() if status.state is State.WAITS]
+    longest = max((statuses[rank].for_s for rank in waiting), default=0.0)
+    culprits = [rank for rank, status in statuses.items() if status.state in _CULPRITS]
+    working = [rank for rank, status in statuses.items() if status.state is State.WORKS]
+    if culprits or working:
+        named = culprits or working
+        others = ranks_in_words(waiting)
+        verb = "has" if len(named) == 1 else "have"
+        does = _WORDS[statuses[named[0]].state]
+        headline = f"{ranks_in_words(named)} {verb} kept {others} waiting for {longest:.0f} s: rank {named[0]} {does}"
+        return Diagnosis(bool(culprits) or is_late, headline, _details(statuses, named))
+    if all(status.for_s > longest / 2 for status in statuses.values()):
+        headline = f"all ranks wait for one another, for {longest:.0f} s: they came to different collectives"
+        return Diagnosis(True, headline, _details(statuses, ()))
+    return None
+
+
+def _details(statuses: Mapping[int, Status], named: Sequence[int]) -> list[str]:
+    lines = []
+    for rank in named:
+        status = statuses[rank]
+        lines.append(f"  rank {rank} (process {status.pid} on {status.host}) {_WORDS[status.state]}{_after(status)}")
+        lines += [f"      {line}" for line in status.stack]
+    places: dict[tuple[str, str], list[int]] = {}
+    for rank, status in statuses.items():
+        if rank not in named:
+            places.setdefault((status.last, status.site), []).append(rank)
+    for (last, site), ranks in places.items():
+        verb = "waits" if len(ranks) == 1 else "wait"
+        at, called = f" at {last}" if last else "", f", called at {site}" if site else ""
+        lines.append(f"  {ranks_in_words(ranks)} {verb}{at}{called}")
+    return lines
+
+
+def _after(status: Status) -> str:
+    return f"; the last that it shared was {status.last}, {status.for_s:.0f} s ago" if status.last else ""
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return ranks in words: "rank 3", "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {words}"

@@ -1,0 +1,402 @@
+"""The thread that watches one rank, and what ranks tell one another when some of them wait.
+
+It looks once a second whether the rank shared something with others since: a collective of the engine, or a comparison.
+A rank that has waited in a collective for too long raises an *alarm* in the group's store, where the others look for
+one from time to time. Then each rank leaves its *status*, every rank comes to the same diagnosis, and if that is a hang
+all of them end. A rank that works may come yet: ranks are told once, and wait as long as a collective may last.
+
+Nothing is ended before two steps of an optimizer, and pauses that the run has had before are taken for normal: ranks
+wait three times as long as the longest one."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+from typing import Any, ClassVar, NoReturn
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import distributed_c10d
+
+from shardwise import liveness
+from shardwise.comm.store_channel import timeout_s
+from shardwise.errors import ConfigError
+from shardwise.fsdp.engine import Engine
+from shardwise.watchdog import activity
+from shardwise.watchdog.diagnosis import Diagnosis, State, Status, diagnose, ranks_in_words
+
+VARIABLE = "SHARDWISE_HANG_TIMEOUT_S"
+"""Environment variable: seconds that ranks wait for one that stands still before all end; 0: for ever."""
+_DEFAULT_S = 20.0
+_LOOKS_PER_S = 1.0
+_STEPS_BEFORE = 2
+"""Steps of an optimizer before which nothing is ended: models load, compile and find their pace."""
+_PAUSES = 3.0
+"""Ranks wait this many times as long as the longest pause that the run has had."""
+_STORE_S = 10.0
+"""Seconds that the store may take to answer."""
+_LOOKS_FOR_ALARMS = 0.25
+"""A rank that makes progress looks for alarms in such parts of the time that ranks wait; others, each second."""
+_ANSWERS = 0.3
+"""The part of the time that ranks wait in which they answer an alarm, so that all is over in time."""
+_LEAST_ANSWER_S = 2.5
+_SEEN_S = 1.0
+"""Seconds in which ranks on the host of one that has not answered say what they see of it."""
+_LAST_S = 0.3
+"""Seconds by which rank 0, which may serve the store, ends after the others."""
+_WINDOW_S = 30
+"""Seconds over which a rank counts how often it waits."""
+_WAITS_MUCH = 0.7
+"""A rank that waits in this part of the time says so; ranks that do not are those that it waits for."""
+_STATUS = 1
+"""Exit status of ranks that end."""
+
+
+def attach(engine: Engine) -> None:
+    """Called with each engine that has its units: watch this rank, if it has others."""
+    group = engine.mesh.shard.process_group or engine.mesh.replicate.process_group
+    if group is None or engine.mesh.world_size == 1 or not dist.is_initialized():
+        return
+    seconds = asked_s()
+    default = distributed_c10d._get_default_group()
+    if not seconds or distributed_c10d._world.pg_map.get(default, ("fake",))[0] == "fake":
+        return
+    if Watchdog.present is None or not Watchdog.present.is_of(default):
+        if Watchdog.present is not None:
+            Watchdog.present.stop()
+        Watchdog.present = Watchdog(default, seconds)
+    Watchdog.present.add(engine)
+
+
+def after_step(optimizer: Any, owners: Collection[Any]) -> None:
+    """Called after each optimizer's step."""
+    Watchdog.steps += bool(owners)
+
+
+def asked_s() -> float:
+    """Return how long ranks wait for one that stands still, in seconds; 0: for ever.
+
+    Raises:
+        ConfigError: the variable is not a number of seconds.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    seconds = -1.0
+    with contextlib.suppress(ValueError):
+        seconds = float(asked or _DEFAULT_S)
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(f"{VARIABLE}={asked!r} is not a number of seconds; 0 turns the watchdog off")
+    return seconds
+
+
+class Watchdog:
+    """Watches this rank from a thread of its own."""
+
+    present: ClassVar[Watchdog | None] = None
+    """That of this process."""
+    steps: ClassVar[int] = 0
+    """Number of steps of optimizers in this process."""
+
+    def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
+        """`group`: the default process group, whose store the ranks share. `seconds`: how long ranks wait."""
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._group = weakref.ref(group)
+        self._seconds, self._latest_s = seconds, timeout_s(group)
+        self._answer_s = max(_LEAST_ANSWER_S, _ANSWERS * seconds)
+        store: Any = distributed_c10d._world.pg_map[group][1]
+        store = store.clone()
+        store.set_timeout(timedelta(seconds=_STORE_S))
+        self._store = PrefixStore("shardwise/watchdog", store)
+        self._line = _line_to(self._store)
+        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._shared: dict[int, int] = {}
+        """By engine: how much this rank had shared when it was last looked at."""
+        self._last: weakref.ref[Engine] | None = None
+        """The engine that shared something last."""
+        self._activity = activity.Activity()
+        self._met = self._asked = time.monotonic()
+        """When this rank last shared something with others, and when it last looked for an alarm."""
+        self._longest_s, self._has_pace = 0.0, False
+        """The longest pause since the run found its pace, and whether it had when the present one began."""
+        self._steps_before = self.steps
+        self._alarm = 0
+        """Number of alarms that are over."""
+        self._told = False
+        self._window, self._looks, self._waits = _window(), 0, 0
+        self._slow: list[int] = []
+        """The ranks that others were last told to wait for."""
+        self._host, self._pid = socket.gethostname(), os.getpid()
+        self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+        self._tell_presence()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardwise watchdog", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    def is_of(self, group: dist.ProcessGroup) -> bool:
+        """Whether it watches for this group, in this process."""
+        return self._group() is group and self._pid == os.getpid()
+
+    def add(self, engine: Engine) -> None:
+        """Follow one more engine."""
+        self._engines.add(engine)
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._ended.set()
+        if self._pid == os.getpid() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=_STORE_S)
+        if self._line is not None:
+            self._line.close()
+        atexit.unregister(self.stop)
+
+    def _run(self) -> None:
+        while not self._ended.wait(1 / _LOOKS_PER_S):
+            if self._group() is None or not dist.is_initialized():
+                return
+            if self._parent and os.getppid() != self._parent:
+                self._end("shardwise: the launcher of this rank is gone, so the rank ends")
+            self._look()
+            now = time.monotonic()
+            if now - min(self._met, self._asked) > _LOOKS_FOR_ALARMS * self._seconds:
+                self._asked = now
+                if self._line is not None and _is_closed(self._line):
+                    self._without_store()
+                    continue
+                try:
+                    self._ask()
+                    if self._window != _window():
+                        self._end_window()
+                except (RuntimeError, OSError):
+                    self._without_store()
+
+    def _look(self) -> None:
+        self._activity.look()
+        now, has_met = time.monotonic(), False
+        for engine in self._engines:
+            shared = engine.log.shared
+            if self._shared.get(id(engine)) != shared:
+                self._shared[id(engine)] = shared
+                self._last, has_met = weakref.ref(engine), True
+        self._looks += 1
+        self._waits += activity.waits_for_ranks(activity.working_thread())
+        if has_met:
+            if self._has_pace:
+                self._longest_s = max(self._longest_s, now - self._met)
+            self._met, self._told, self._has_pace = now, False, self._is_steady
+
+    @property
+    def _is_steady(self) -> bool:
+        return self.steps - self._steps_before >= _STEPS_BEFORE
+
+    @property
+    def _most_s(self) -> float:
+        return max(self._seconds, _PAUSES * self._longest_s)
+
+    def _ask(self) -> None:
+        """Answer an alarm of another rank, or raise one if this rank has waited too long."""
+        now = time.monotonic()
+        key = f"alarm/{self._alarm}"
+        is_raised = self._store.check([key])
+        waited_s = now - self._met
+        if not is_raised:
+            is_due = waited_s > (self._latest_s if self._told else self._most_s) - self._answer_s
+            if not is_due or not self._is_steady or not activity.waits_for_ranks(activity.working_thread()):
+                return
+            self._store.set(key, str(self.rank))
+        number, self._alarm = self._alarm, self._alarm + 1
+        statuses = self._statuses(number)
+        diagnosis = diagnose(statuses, self._is_late(statuses))
+        if diagnosis is None:
+            return
+        if diagnosis.is_hang:
+            self._end_all(number, diagnosis, statuses)
+        self._told = True
+        if self._speaks(statuses):
+            _say([f"shardwise: {diagnosis.headline}. Ranks wait on.", *diagnosis.details])
+
+    def _is_late(self, statuses: Mapping[int, Status]) -> bool:
+        return max(status.for_s for status in statuses.values()) > self._latest_s - self._answer_s
+
+    def _statuses(self, number: int) -> dict[int, Status]:
+        """Return the status of every rank that is watched, in one alarm."""
+        self._store.set(f"status/{number}/{self.rank}", self._status().message().decode())
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        missing = self._await(number, others, self._answer_s)
+        for rank in missing:
+            self._tell_of(number, rank)
+        silent = set(self._await(number, missing, _SEEN_S))
+        found = {}
+        for rank in range(self.world_size):
+            if rank not in silent:
+                found[rank] = Status.read(self._store.get(f"status/{number}/{rank}"))
+            elif (presence := self._presence(rank)) is not None:
+                host, pid, _ = presence
+                found[rank] = Status(State.GONE, time.monotonic() - self._met, host, pid)
+        return found
+
+    def _await(self, number: int, ranks: Collection[int], seconds: float) -> list[int]:
+        """Return those of `ranks` whose status is not there in time."""
+        deadline, missing = time.monotonic() + seconds, list(ranks)
+        while missing and time.monotonic() < deadline:
+            if self._store.check([f"status/{number}/{rank}" for rank in missing]):
+                return []
+            time.sleep(0.1)
+        return [rank for rank in missing if not self._store.check([f"status/{number}/{rank}"])]
+
+    def _status(self) -> Status:
+        frame = activity.working_thread()
+        if activity.waits_for_ranks(frame):
+            state = State.WAITS
+        else:
+            state = State.STILL if self._activity.still_s > self._seconds / 2 else State.WORKS
+        engine = self._last() if self._last is not None else None
+        last = "" if engine is None else engine.log.last_in_words
+        site = activity.call_site(frame)
+        if state is State.WAITS:
+            last = activity.own_collective(frame) or last
+        return Status(state, time.monotonic() - self._met, self._host, self._pid, last, site, activity.stack(frame))
+
+    def _end_window(self) -> None:
+        """Say so if this rank waited much; the first of those that did names the ranks that did not."""
+        number, self._window = self._window, _window()
+        looks, waits = self._looks, self._waits
+        self._looks = self._waits = 0
+        has_met = (
+            time.monotonic() - self._met < _LOOKS_FOR_ALARMS * self._seconds
+        )  # else it is no slow rank that it lacks
+        if not self._is_steady or not has_met or looks < _WINDOW_S / 2 or waits < _WAITS_MUCH * looks:
+            return
+        self._store.set(f"waits/{number}/{self.rank}", "")
+        time.sleep(_LOOKS_FOR_ALARMS * self._seconds)  # until the others look
+        waiting = [rank for rank in range(self.world_size) if self._store.check([f"waits/{number}/{rank}"])]
+        slow = [rank for rank in range(self.world_size) if rank not in waiting]
+        if self.rank == waiting[0] and slow and len(slow) <= len(waiting) and slow != self._slow:
+            self._slow = slow
+            verb = "is" if len(slow) == 1 else "are"
+            _say(
+                [
+                    f"shardwise: {ranks_in_words(slow)} {verb} slow: {ranks_in_words(waiting)} waited in "
+                    f"{waits / looks:.0%} of the last {_WINDOW_S} s."
+                ]
+            )
+
+    # Ranks that do not answer ---------------------------------------------------------------------------------------
+
+    def _tell_presence(self) -> None:
+        words = "\n".join([liveness.machine(), self._host, str(self._pid), str(liveness.birth(self._pid))])
+        self._store.set(f"here/{self.rank}", words)
+
+    def _presence(self, rank: int) -> tuple[str, int, int] | None:
+        """Return the host, process id and birth of a rank's process, the id being -1 on other machines; None if the
+        rank is not watched."""
+        if not self._store.check([f"here/{rank}"]):
+            return None
+        machine, host, pid, born = self._store.get(f"here/{rank}").decode().split("\n")
+        return host, int(pid) if machine == liveness.machine() else -1, int(born)
+
+    def _tell_of(self, number: int, rank: int) -> None:
+        """Leave the status of a rank that does not answer, if its process is on this machine."""
+        presence = self._presence(rank)
+        if presence is None or presence[1] < 0:
+            return
+        host, pid, born = presence
+        if liveness.birth(pid) != born:
+            state = State.GONE
+        else:
+            state = State.STOPPED if activity.is_stopped(pid) else State.SILENT
+        seen = Status(state, time.monotonic() - self._met, host, pid)
+        self._store.set(f"status/{number}/{rank}", seen.message().decode())
+
+    # Ends -----------------------------------------------------------------------------------------------------------
+
+    def _speaks(self, statuses: Mapping[int, Status]) -> bool:
+        """Whether this rank says it all: the first on its host that can."""
+        return self.rank == next(rank for rank in _able(statuses) if statuses[rank].host == self._host)
+
+    def _end_all(self, number: int, diagnosis: Diagnosis, statuses: Mapping[int, Status]) -> NoReturn:
+        """End this rank when every rank that can has said its part. That peers are gone then is no error beside it."""
+        sys.excepthook = lambda *_: os._exit(_STATUS)
+        lines = [f"shardwise: {diagnosis.headline}. All ranks end."]
+        if self._speaks(statuses):
+            lines += [
+                *diagnosis.details,
+                f"  If this is no hang, give ranks more time: {VARIABLE}={self._most_s * 5:.0f} (seconds; 0: for ever)",
+            ]
+        _say(lines)
+        deadline = time.monotonic() + self._answer_s
+        with contextlib.suppress(RuntimeError):
+            ended = self._store.add(f"ended/{number}", 1)
+            while ended < len(_able(statuses)) and time.monotonic() < deadline:
+                time.sleep(0.02)
+                ended = self._store.add(f"ended/{number}", 0)
+        for rank, status in statuses.items():
+            presence = self._presence(rank) if status.state in (State.STOPPED, State.SILENT) else None
+            if presence is not None and presence[1] > 0:  # it cannot end itself
+                with contextlib.suppress(OSError):
+                    os.kill(presence[1], signal.SIGKILL)
+        if not self.rank:
+            time.sleep(_LAST_S)
+        os._exit(_STATUS)
+
+    def _without_store(self) -> None:
+        """React to a store that does not answer: if this rank waits, the process or host of the store is gone."""
+        waited_s = time.monotonic() - self._met
+        if waited_s > self._most_s and self._is_steady and activity.waits_for_ranks(activity.working_thread()):
+            status = self._status()
+            self._end(
+                f"shardwise: rank {self.rank} has waited for {waited_s:.0f} s at {status.last or 'a collective'}, and "
+                "the store of the process group, through which ranks could say why, does not answer: its process or "
+                "host is gone or not reached. The rank ends."
+            )
+
+    def _end(self, words: str) -> None:
+        if self._ended.is_set():
+            return
+        _say([words])
+        os._exit(_STATUS)
+
+
+def _window() -> int:
+    """Return the number of the present window, which is the same on all hosts whose clocks agree."""
+    return int(time.time()) // _WINDOW_S
+
+
+def _able(statuses: Mapping[int, Status]) -> list[int]:
+    """Return the ranks that have left their status themselves."""
+    return [rank for rank, status in statuses.items() if status.state in (State.WAITS, State.STILL, State.WORKS)]
+
+
+def _line_to(store: PrefixStore) -> socket.socket | None:
+    """Return a connection to the process that serves a store; None if there is no such process. Nothing is ever sent
+    over it: it is closed when that process ends, and a store that is asked then would print pages."""
+    base = store._underlying_non_prefix_store  # type: ignore[attr-defined]  # torch's stubs lack it
+    if not isinstance(base, TCPStore):
+        return None
+    line = socket.create_connection((base.host, base.port), timeout=_STORE_S)
+    line.setblocking(False)
+    return line
+
+
+def _is_closed(line: socket.socket) -> bool:
+    try:
+        return not line.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _say(lines: list[str]) -> None:
+    """Print lines to standard error, at once and together."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write("\n".join(lines) + "\n")
+        sys.stderr.flush()

@@ -1,0 +1,67 @@
+"""Ranks without a launcher, so that each ends by itself, and when and with what words they ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended."""
+
+    seconds: float
+    """From the fault to the end of the last rank; inf if one was still there."""
+    statuses: list[int]
+    """By rank; that of a rank that had to be killed is None's stand-in, -9."""
+    said: list[str]
+    """By rank: standard error."""
+
+    @property
+    def words(self) -> str:
+        """What all ranks said."""
+        return "\n".join(self.said)
+
+
+def play(
+    engine: str, fault: str, directory: Path, timeout_s: float = 6, world_size: int = 3, most_s: float = 90
+) -> Ended:
+    """Run the job, and kill what is left of it after `most_s`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "SHARDWISE_HANG_TIMEOUT_S": str(timeout_s),
+    }
+    job = [sys.executable, str(Path(__file__).with_name("job.py")), engine, fault, str(directory)]
+    files = [directory / f"stderr-{rank}" for rank in range(world_size)]
+    ranks = []
+    for rank, file in enumerate(files):
+        with file.open("wb") as stderr:
+            ranks.append(subprocess.Popen(job, env={**environment, "RANK": str(rank)}, stderr=stderr))
+    deadline = time.monotonic() + most_s
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ended = time.time()
+    left = [rank for rank in ranks if rank.poll() is None]
+    for rank in left:
+        rank.send_signal(signal.SIGKILL)
+    begun = float((directory / "begun").read_text()) if (directory / "begun").exists() else ended
+    return Ended(
+        float("inf") if left else ended - begun,
+        [rank.wait() for rank in ranks],
+        [file.read_text(errors="replace") for file in files],
+    )

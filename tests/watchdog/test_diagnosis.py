@@ -1,0 +1,73 @@
+"""The rank that others wait for, out of what each says."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.watchdog.diagnosis import Diagnosis, State, Status, diagnose, ranks_in_words
+
+
+def status(
+    state: State, for_s: float = 20, last: str = "the all_gather of unit 'a'", site: str = "train.py:3"
+) -> Status:
+    return Status(state, for_s, "host", 7, last, site, ("train.py:1 in main", "data.py:9 in load: wait()"))
+
+
+WAITS = status(State.WAITS)
+
+
+def diagnosed(*statuses: Status, late: bool = False) -> Diagnosis:
+    found = diagnose(dict(enumerate(statuses)), late)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("state", [State.STILL, State.STOPPED, State.SILENT, State.GONE])
+def test_a_rank_that_will_not_come_is_a_hang(state: State) -> None:
+    found = diagnosed(WAITS, WAITS, status(state), WAITS)
+    assert found.is_hang
+    assert found.headline.startswith("rank 2 has kept ranks 0-1, 3 waiting for 20 s: rank 2 ")
+    assert found.details[0].startswith("  rank 2 (process 7 on host) ")
+    assert "      data.py:9 in load: wait()" in found.details
+    assert found.details[-1] == "  ranks 0-1, 3 wait at the all_gather of unit 'a', called at train.py:3"
+
+
+def test_a_rank_that_works_may_come_until_it_is_late() -> None:
+    statuses = WAITS, status(State.WORKS)
+    assert not diagnosed(*statuses).is_hang
+    assert diagnosed(*statuses, late=True).is_hang
+
+
+def test_one_that_will_not_come_is_named_before_those_that_work() -> None:
+    found = diagnosed(WAITS, status(State.WORKS), status(State.STILL))
+    assert found.is_hang
+    assert found.headline.startswith("rank 2 ")
+
+
+def test_ranks_in_different_collectives_wait_for_one_another() -> None:
+    other = status(State.WAITS, last="torch.distributed.barrier", site="train.py:8")
+    found = diagnosed(WAITS, other, WAITS)
+    assert found.is_hang
+    assert found.headline == "all ranks wait for one another, for 20 s: they came to different collectives"
+    assert found.details == [
+        "  ranks 0, 2 wait at the all_gather of unit 'a', called at train.py:3",
+        "  rank 1 waits at torch.distributed.barrier, called at train.py:8",
+    ]
+
+
+def test_ranks_that_met_in_the_meantime_are_no_hang() -> None:
+    assert diagnose({0: WAITS, 1: status(State.WAITS, for_s=0.5)}) is None
+
+
+def test_a_status_is_read_as_it_was_left() -> None:
+    left = status(State.STILL)
+    assert Status.read(left.message()) == Status(
+        **{**{f: getattr(left, f) for f in Status.__slots__}, "stack": list(left.stack)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"), [([3], "rank 3"), ([0, 1, 2], "ranks 0-2"), ([0, 2, 3, 9], "ranks 0, 2-3, 9")]
+)
+def test_ranks_are_told_by_their_runs(ranks: list[int], words: str) -> None:
+    assert ranks_in_words(ranks) == words
