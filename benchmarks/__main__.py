@@ -21,6 +21,7 @@ BENCHMARKS = {
         "launches",
         "initialisation",
         "abandoned",
+        "faults",
         "same_bits",
         "context_parallel",
         "tensor_parallel",
