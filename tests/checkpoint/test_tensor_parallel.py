@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.checkpoint.format import manifest, row_exchange
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.ranks.file_barrier import FileBarrier
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, PeerError
 from tests.engine.tensor.rig import Case, column_and_row, forget_meshes, loss_of, sequence, vocabulary
 
 MESHES = {
@@ -188,6 +188,46 @@ def test_nobody_waits_for_a_rank_that_failed_before_it_exchanged(
     ranks: Any, tmp_path: Path, asynchronous: bool
 ) -> None:
     ranks(4).run(_fail_on_one_rank, tmp_path / "saved", asynchronous)
+
+
+FAILING = {
+    "arranging": "_covered",
+    "allocating": "_Room",
+    "sending": "_values",
+    "receiving": "copy_runs",
+}
+
+
+def _fail_inside(path: Path, place: str, asynchronous: bool) -> None:
+    """One of the two ranks that exchange rows runs out of memory within the exchange, not at once."""
+    model, optimizer = _trained(MESHES["2x2"])
+    calls = 0
+    original = getattr(row_exchange, FAILING[place])
+
+    def fails(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > (place in {"sending", "receiving"}) * 5:
+            raise torch.OutOfMemoryError("planted")
+        return original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_exchange, "_ROUND_BYTES", 200)
+        if dist.get_rank() == 3:
+            patch.setattr(row_exchange, FAILING[place], fails)
+        expected = torch.OutOfMemoryError if dist.get_rank() == 3 else PeerError
+        with pytest.raises(expected, match="planted"):
+            sw.checkpoint.save(path, model, optimizer, asynchronous=asynchronous)
+    dist.barrier()
+    assert not list(path.parent.iterdir())
+    sw.checkpoint.save(path, model, optimizer, asynchronous=asynchronous)
+    sw.checkpoint.wait(model)
+    sw.checkpoint.load(path, model, optimizer)
+
+
+@pytest.mark.parametrize("place", FAILING)
+def test_a_rank_that_fails_within_an_exchange_is_named_by_all(ranks: Any, tmp_path: Path, place: str) -> None:
+    ranks(4).run(_fail_inside, tmp_path / "saved", place, place == "receiving")
 
 
 def _save_mixtral(path: Path, tp: int) -> None:

@@ -113,7 +113,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     rows = per_rank_buffers.differing(whole, peers)
     if rows:
         writing.file_sets.append(FileSet(tensor_files.files_for(per_rank_buffers.STEM, rows, max_file_bytes), rows))
-    exchange = RowExchange()
+    exchange = RowExchange(peers)
     for number, file_set in enumerate(writing.file_sets):
         writing.file_sets[number] = FileSet(file_set.files, exchange.arrange(file_set.files, file_set.pieces))
     writing = replace(writing, exchange=exchange)

@@ -8,7 +8,7 @@ has a long range. The bytes of the file are the same; only who writes them diffe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwise.checkpoint.format.local_tensor import Piece, bytes_of, copy_runs, held_in
 from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.names.index_map import IndexMap, Ints, Place
+from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.comm.together import OverGroups
 from shardwise.fsdp.collectives import AllToAllPart, Buffer, BufferKind, Collectives
 from shardwise.fsdp.sharded_parameter import Part
@@ -28,6 +29,8 @@ _SHORT_BYTES = 256 * 2**10
 """Ranges that are shorter on average are exchanged: they would be written through the page cache, one by one."""
 _ROUND_BYTES = 4 * 2**20
 """Bytes of the file that the ranks of an axis exchange at a time, all ranks together."""
+_MOST_ITEM_BYTES = 16
+"""Bytes of the largest dtype's element."""
 
 
 class _Held(NamedTuple):
@@ -70,16 +73,61 @@ class _Rows(NamedTuple):
     """1-D, valid until the next ones are asked for."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rounds:
+    """How the elements of a cut are exchanged, a few of every rank's share at a time."""
+
+    starts: Ints
+    """(rounds, ranks): where in the stored tensor what a rank gets in a round begins."""
+    stops: Ints
+    counts: Ints
+    """(rounds, ranks, ranks): elements from each source to each target."""
+    span: int
+    """The most elements that a rank gets in a round."""
+
+    @classmethod
+    def of(cls, runs: Sequence[IndexMap], item_bytes: int) -> _Rounds:
+        """runs: by rank, as `_Cut.runs`."""
+        shares = _shares(runs)
+        span = max(1, _ROUND_BYTES // len(runs) // item_bytes)
+        rounds = -(-int(np.diff(shares).max()) // span)
+        starts = np.minimum(shares[:-1] + np.arange(rounds)[:, None] * span, shares[1:])
+        stops = np.minimum(starts + span, shares[1:])
+        counts = np.stack([_below(each, stops) - _below(each, starts) for each in runs], axis=1)
+        return cls(starts, stops, counts, span)
+
+
+class _Room(NamedTuple):
+    """Memory for the rounds along one axis."""
+
+    outgoing: Buffer
+    incoming: Tensor
+    """1-D, uint8, as `window`: the rows that it gets, once they are in order."""
+    window: Tensor
+
+
 class RowExchange:
     """The exchanges of one save, in the order of the files. A context manager: a rank that leaves it early, because it
-    failed, takes part in the rest, so that no other waits for it."""
+    failed, takes part in the rest, so that no other waits for it. What may fail on one rank alone is done while ranks
+    go on together, or, within a round, put off until the last one: the rank sends anything in the rounds that follow,
+    which needs no memory, and raises at the end of the block, or where it asks for rows."""
 
-    def __init__(self) -> None:
-        self._cuts: list[_Cut] = []
-        self._buffers: dict[Collectives, Buffer] = {}
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._cuts: list[tuple[_Cut, _Rounds]] = []
+        self._rooms: dict[Collectives, _Room] = {}
+        self._failure: Exception | None = None
         self._stream = self._all()
 
     def __enter__(self) -> Self:
+        """Allocate the memory for all exchanges. Every rank must call this, after all is arranged."""
+        for axis in self._peers.axes:
+            with self._peers.together():
+                if any(cut.axis is axis for cut, _ in self._cuts):
+                    share = max(_ROUND_BYTES // axis.world_size, _MOST_ITEM_BYTES)
+                    outgoing = axis.allocate(share * axis.world_size, BufferKind.REDUCE)
+                    incoming, window = (torch.empty(share, dtype=torch.uint8, device=axis.device) for _ in range(2))
+                    self._rooms[axis] = _Room(outgoing, incoming, window)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -92,40 +140,57 @@ class RowExchange:
     def _finish(self) -> None:
         for _ in self._stream:
             pass
-        while self._buffers:
-            axis, buffer = self._buffers.popitem()
-            axis.drop(buffer)
+        while self._rooms:
+            axis, room = self._rooms.popitem()
+            axis.drop(room.outgoing)
+        if self._failure is not None:
+            raise self._failure
 
     def arrange(self, files: TensorFiles, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces to write in place of `pieces`, which are those of one file set. Collective: the ranks of an
-        axis pass pieces of the same tensors that are cut along it, empty ones included."""
-        cut = [piece for piece in pieces if type(piece) is Piece and len(piece.axes) == 1]
+        """Return the pieces to write in place of `pieces`, which are those of one file set. Every rank must call this.
+        The ranks of an axis pass pieces of the same tensors that are cut along it, empty ones included."""
+        if not self._peers.axes:
+            return list(pieces)
         along: dict[Collectives, list[Piece]] = {}
-        for piece in cut:
-            along.setdefault(piece.axes[0], []).append(piece)
-        found: dict[str, list[_Cut]] = {}
-        moved: set[int] = set()
+        for piece in pieces:
+            if type(piece) is Piece and len(piece.axes) == 1:
+                along.setdefault(piece.axes[0], []).append(piece)
+        cuts: list[tuple[Piece, list[_Cut]]] = []
         for axis, members in along.items():
             own = [_Held(piece.within, piece.held) for piece in members if piece.within is not None]
             everyone = OverGroups((axis,)).all_gather_object(own)
-            for piece, by_rank in zip(members, zip(*everyone, strict=True), strict=True):
-                cuts = [_Cut(piece, place, by_rank) for place in piece.places]
-                if any(each.is_short for each in cuts):
-                    moved.add(id(piece))
-                    for each in cuts:
-                        found.setdefault(each.place.name, []).append(each)
+            cuts += [
+                (piece, [_Cut(piece, place, by_rank) for place in piece.places])
+                for piece, by_rank in zip(members, zip(*everyone, strict=True), strict=True)
+            ]
+        with self._peers.together():
+            return self._arranged(files, pieces, cuts)
+
+    def _arranged(
+        self, files: TensorFiles, pieces: Sequence[Piece], cuts: Sequence[tuple[Piece, list[_Cut]]]
+    ) -> list[Piece]:
+        found: dict[str, list[_Cut]] = {}
+        moved: set[int] = set()
+        for piece, of_piece in cuts:
+            if any(each.is_short for each in of_piece):
+                moved.add(id(piece))
+                for each in of_piece:
+                    found.setdefault(each.place.name, []).append(each)
         arranged = [piece for piece in pieces if id(piece) not in moved]
         for layout in files.files.values():
             for each in (each for name in layout.tensors for each in found.get(name, ())):
-                self._cuts.append(each)
-                rows = _covered(each.runs, *_shares(each.runs)[each.axis.rank : each.axis.rank + 2].tolist())
+                runs = each.runs
+                self._cuts.append((each, _Rounds.of(runs, each.piece.tensor.itemsize)))
+                rows = _covered(runs, *_shares(runs)[each.axis.rank : each.axis.rank + 2].tolist())
                 if len(rows):
                     arranged.append(_row_piece(each, rows, self, len(self._cuts) - 1))
         return arranged
 
     def rows(self, number: int) -> Iterator[_Rows]:
-        """Yield this rank's rows of one cut; those of earlier ones must have been taken."""
+        """Yield this rank's rows of one cut; those of earlier ones must have been taken. Raises what has failed."""
         for at, rows in self._stream:  # not closed with this generator: it goes on where this one ends
+            if self._failure is not None:
+                raise self._failure
             if at == number and rows is not None:
                 yield rows
             elif at == number:
@@ -135,60 +200,75 @@ class RowExchange:
 
     def _all(self) -> Iterator[tuple[int, _Rows | None]]:
         """Yield all rows of all cuts, and None after the last ones of each."""
-        for number, cut in enumerate(self._cuts):
-            for rows in self._rows_of(cut):
+        for number, (cut, rounds) in enumerate(self._cuts):
+            for rows in self._rows_of(cut, rounds):
                 yield number, rows
             yield number, None
 
+    @contextmanager
+    def _putting_off(self) -> Iterator[None]:
+        """A context that exits also if the block fails; the first failure is kept."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or error
+
     @torch.no_grad()
-    def _rows_of(self, cut: _Cut) -> Iterator[_Rows]:
-        axis, runs, own = cut.axis, cut.runs, cut.piece.tensor
-        ranks, me = axis.world_size, axis.rank
-        shares = _shares(runs)
-        span = max(1, _ROUND_BYTES // ranks // own.itemsize)
-        rounds = -(-int(np.diff(shares).max()) // span)
-        starts = np.minimum(shares[:-1] + np.arange(rounds)[:, None] * span, shares[1:])
-        stops = np.minimum(starts + span, shares[1:])
-        by_round = np.stack([_below(each, stops) - _below(each, starts) for each in runs], axis=1).tolist()
-        window, into = (torch.empty(span, dtype=own.dtype, device=axis.device) for _ in range(2))
-        for begins, ends, count in zip(starts.tolist(), stops.tolist(), by_round, strict=True):
-            ours = [runs[me].within(start, stop) for start, stop in zip(begins, ends, strict=True)]
-            arrived = self._exchanged(axis, count, [_values(own, each) for each in ours], into)
-            start, stop = begins[me], ends[me]
-            for values, each in zip(arrived, runs, strict=True):
-                inside = each.within(start, stop)
-                firsts = np.cumsum(inside.length) - inside.length
-                copy_runs(values, window, IndexMap(firsts, inside.here - start, inside.length))
-            for low, _, length in _covered(runs, start, stop).inverse().tuples():
-                yield _Rows(low, window[low - start : low - start + length])
+    def _rows_of(self, cut: _Cut, rounds: _Rounds) -> Iterator[_Rows]:
+        axis, own, room = cut.axis, cut.piece.tensor, self._rooms[cut.axis]
+        me, item_bytes = axis.rank, own.itemsize
+        runs: list[IndexMap] = []
+        with self._putting_off():
+            runs = cut.runs
+        window = room.window[: rounds.span * item_bytes].view(own.dtype)
+        for begins, ends, counts in zip(rounds.starts, rounds.stops, rounds.counts, strict=True):
+            start, stop = int(begins[me]), int(ends[me])
+            axis.claim(room.outgoing)
+            with self._putting_off():
+                if self._failure is None:
+                    ours = [runs[me].within(int(low), int(high)) for low, high in zip(begins, ends, strict=True)]
+                    values = [_values(own, each) for each in ours]
+                    _put(room.outgoing, [each for target, each in enumerate(values) if target != me])
+            incoming = _exchanged(axis, counts * item_bytes, room)
+            found: list[_Rows] = []
+            with self._putting_off():
+                if self._failure is None:
+                    arriving = counts[:, me].copy()
+                    arriving[me] = 0
+                    arrived = list(incoming.view(own.dtype).split(arriving.tolist()))
+                    arrived[me] = values[me]
+                    for part, each in zip(arrived, runs, strict=True):
+                        inside = each.within(start, stop)
+                        firsts = np.cumsum(inside.length) - inside.length
+                        copy_runs(part, window, IndexMap(firsts, inside.here - start, inside.length))
+                    covered = _covered(runs, start, stop).inverse().tuples()
+                    found = [_Rows(low, window[low - start : low - start + length]) for low, _, length in covered]
+            yield from found
 
-    def _exchanged(self, axis: Collectives, count: list[list[int]], own: list[Tensor], into: Tensor) -> list[Tensor]:
-        """Send this rank's values to each rank, by rank, and return those of each that are for this rank.
 
-        count: elements from each source to each target.
-        """
-        if axis not in self._buffers:
-            self._buffers[axis] = axis.allocate(_ROUND_BYTES, BufferKind.REDUCE)
-        buffer, me, item_bytes = self._buffers[axis], axis.rank, into.itemsize
-        axis.claim(buffer)
-        at = 0
-        for target, values in enumerate(own):
-            if target != me:
-                buffer.bytes[at : at + values.nbytes].view(values.dtype).copy_(values)
-                at += values.nbytes
-        parts = tuple(
-            AllToAllPart(source, target, numel * item_bytes)
-            for source, targets in enumerate(count)
-            for target, numel in enumerate(targets)
-            if source != target and numel
-        )
-        arriving = [0 if source == me else targets[me] for source, targets in enumerate(count)]
-        received = into[: sum(arriving)]
-        if parts:
-            axis.all_to_all(buffer, parts, received.view(torch.uint8)).wait()
-        arrived = list(received.split(arriving))
-        arrived[me] = own[me]
-        return arrived
+def _put(buffer: Buffer, values: Sequence[Tensor]) -> None:
+    """Write values into a buffer, one after another."""
+    at = 0
+    for each in values:
+        buffer.bytes[at : at + each.nbytes].view(each.dtype).copy_(each)
+        at += each.nbytes
+
+
+def _exchanged(axis: Collectives, nbytes: Ints, room: _Room) -> Tensor:
+    """Send each rank what is for it and return what arrives from the others, by rank: uint8.
+
+    nbytes: from each source to each target.
+    """
+    parts = tuple(
+        AllToAllPart(source, target, sent)
+        for source, targets in enumerate(nbytes.tolist())
+        for target, sent in enumerate(targets)
+        if source != target and sent
+    )
+    incoming = room.incoming[: sum(part.nbytes for part in parts if part.target == axis.rank)]
+    if parts:
+        axis.all_to_all(room.outgoing, parts, incoming).wait()
+    return incoming
 
 
 @dataclass(slots=True, eq=False)

@@ -62,8 +62,9 @@ class Peers(Agreement, OverGroups):
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._mesh = mesh = mesh_of(engines)
-        self._axes = axes_of(engines)
-        super().__init__((mesh.shard, mesh.replicate, *self._axes))
+        self.axes = axes_of(engines)
+        """Of the tensor mesh."""
+        super().__init__((mesh.shard, mesh.replicate, *self.axes))
         self.device = mesh.device
         if mesh.is_dry and mesh.world_size > 1:
             raise UsageError("a dry run has no weights: save and load checkpoints on real ranks")
@@ -81,7 +82,7 @@ class Peers(Agreement, OverGroups):
             number, copies = mesh.shard.rank + mesh.shard.world_size * mesh.replicate.rank, mesh.world_size
         else:
             number, copies = mesh.replicate.rank, mesh.replicate.world_size
-        for axis in self._axes:
+        for axis in self.axes:
             if axis not in axes:
                 number, copies = number + copies * axis.rank, copies * axis.world_size
         return number, copies
