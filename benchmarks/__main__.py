@@ -25,6 +25,7 @@ BENCHMARKS = {
         "same_bits",
         "context_parallel",
         "tensor_parallel",
+        "seeing",
     ),
     "checkpoints": ("checkpoint", "async_save", "stream"),
     "plans": (

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -64,6 +64,8 @@ from shardwise.train.tasks.loading import load_task
 from shardwise.train.tasks.objectives import NextToken
 from shardwise.train.tasks.task import Task
 
+_PLANS_FROM_S = 60.0
+"""Seconds of steps from which on a run is compared with its plan, which takes a few."""
 _IN_FORM = {
     Form.WHOLE: "",
     Form.MERGED: ", with the adapter merged in",
@@ -351,7 +353,15 @@ class Trainer:
         self._sum_up(directory, footprint)
         if self.ranks.is_first:
             self.launches.write(self.taken)
-            leave_report(directory, facts_of(self.model, memory, self.outlook), self.console.say)
+            leave_report(directory, facts_of(self.model, memory, self._planned()), self.console.say)
+
+    def _planned(self) -> auto.Outlook | None:
+        """Return the plan of this run; None for a run so short that a plan would take longer. Not collective."""
+        if self.outlook is None and sum(self.step_times_s) > _PLANS_FROM_S:
+            self.console.doing("planning the run, to compare")
+            with suppress(UserError):
+                return auto.outlook_of(self.config, self.task.shape, self.ranks)
+        return self.outlook
 
     def _check_documents(self) -> None:
         """Check that the model keeps documents apart if it is to. Every rank must call this."""

@@ -1,14 +1,19 @@
 import io
+import math
+import re
+from dataclasses import replace
 
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch import nn
 
 import shardwise as sw
 from shardwise.model_tools.memory import replicated
 from shardwise.policy.kinds import STATE_KINDS
 from shardwise.tables import format_bytes
-from shardwise.train.output.console import Footprint, RunConsole, compared_with_ddp, memory_line
+from shardwise.train.output.console import Footprint, RunConsole, compared_with_ddp, memory_key
+from shardwise.train.output.sparkline import History, sparkline
 from shardwise.train.run.metrics import StepMetrics
 from shardwise.train.run.sample import Sample
 
@@ -72,10 +77,24 @@ def test_a_terminal_shows_progress_and_memory_by_kind() -> None:
     out = io.StringIO()
     terminal = Console(file=out, force_terminal=True, width=200)
     with RunConsole(3, console=terminal) as console:
-        console.step(metrics(1))
+        for step in (1, 2):
+            console.step(replace(metrics(step), loss=4.0 / step))
         console._live.refresh()  # type: ignore[union-attr]
-    assert "1/3" in out.getvalue()
-    assert "rank 0 holds optimizer 2.0 KiB, param_shards 1.0 KiB" in out.getvalue()
+    shown = Text.from_ansi(out.getvalue()).plain
+    assert "2/3" in shown
+    assert re.search(r"loss +█▁ +2\.0000   lr ", shown)
+    assert re.search(r"tokens/s +▁▁ ", shown)
+    assert re.search(rf"memory +{'█' * 48} +3\.0 KiB on rank 0", shown)
+    assert "optimizer state 2.0 KiB, parameter shards 1.0 KiB" in shown
+
+
+def test_curves_of_many_values_take_little_memory_and_keep_their_shape() -> None:
+    history = History()
+    for number in range(10_000):
+        history.add(math.nan if number % 7 == 0 else number)
+    assert history.line(8) == "▁▂▃▄▅▆▇█"
+    assert len(history._means) < 2048
+    assert [sparkline(values, 4) for values in ([], [5.0], [1.0, 0.0], [0.0, 1.0] * 4)] == ["", "▁", "█▁", "▁▁▁▁"]
 
 
 def test_other_ranks_say_nothing(capsys: object) -> None:
@@ -111,7 +130,7 @@ def test_the_table_at_the_end() -> None:
 
 def test_sizes() -> None:
     assert [format_bytes(size) for size in (0, 1023, 1536, 3 * 2**40)] == ["0 B", "1023 B", "1.5 KiB", "3.0 TiB"]
-    assert memory_line({"a": 0, "b": 1, "c": None}) == "rank 0 holds b 1 B"
+    assert memory_key({"buffers": 0, "other": 1, "activations": None}).plain == "other memory 1 B"
 
 
 def test_ddp_is_computed_from_the_tensors_and_ranks_by_their_largest() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.cli.app import run
 from shardwise.errors import UserError
+from shardwise.train import trainer
 from shardwise.train.report.curves import thinned
 from shardwise.train.report.findings import findings
 from shardwise.train.report.page import INSTALL, page_html
@@ -18,6 +19,7 @@ from shardwise.train.run.facts import Planned
 from shardwise.train.run.launches import LaunchLog
 from tests.browser import in_browser, opened
 from tests.train.report.rig import made_up, rows
+from tests.train.rig import furnish, run_alone
 
 PLANNED = Planned("full_shard on two GPUs", {"param_shards": 4 * 2**20, "optimizer": 4 * 2**20}, 0.4, 0.1)
 
@@ -174,6 +176,20 @@ def test_the_table_of_memory_has_what_was_planned_and_what_the_fullest_rank_held
     row = page.split("optimizer state</td>")[1].split("</tr>")[0]
     assert row == '<td class="n">4.0 MiB</td><td class="n">10.0 MiB</td>'
     assert "a step takes 0.5 s, and was planned to take 0.4 s, 25% of it waiting for communication" in page
+
+
+def test_a_long_run_is_compared_with_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    furnish(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trainer, "_PLANS_FROM_S", 0.0)
+    run_alone("train.eval_every=0")
+    found = RunLog.read(tmp_path / "runs" / "tiny")
+    planned = found.facts.planned
+    assert planned is not None
+    assert planned.words.startswith("full_shard, micro-batch 2x4, recompute none; ")
+    assert planned.memory["param_shards"] == found.peak["param_shards"]
+    assert planned.memory["optimizer"] == pytest.approx(found.peak["optimizer"], rel=0.01)
+    assert "and was planned to take" in (tmp_path / "runs" / "tiny" / "report.html").read_text()
 
 
 # The command ----------------------------------------------------------------------------------------------------------

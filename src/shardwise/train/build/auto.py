@@ -15,7 +15,7 @@ from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import Objective, gib, needed_bytes, nothing_fits, ranked
 from shardwise.plan.search.space import search_space
 from shardwise.plan.search.sweeps import explore_sweep
-from shardwise.train.build.job import arguments_of, hardware_here, source_of
+from shardwise.train.build.job import arguments_of, hardware_here, job_of, source_of
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config
 from shardwise.train.process.ranks import Ranks
@@ -81,6 +81,13 @@ def choose(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) ->
     choice = {"strategy": best.job.strategy.value, "shard_group": best.job.shard_group}
     parallel = config.parallel.model_copy(update=choice)
     return config.model_copy(update={"parallel": parallel}), _outlook(best)
+
+
+def outlook_of(config: Config, text: TextShape, ranks: Ranks) -> Outlook:
+    """Return the forecast of a run whose strategy is decided. Not collective. Raises UserError for a run that cannot be
+    planned."""
+    job = job_of(config, ranks, hardware_here(config, ranks.device))
+    return _outlook(Evaluator(source_of(config, text))(job))
 
 
 def _best(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) -> Forecast:

@@ -16,8 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.policy.kinds import KINDS, STATE_KINDS
+from shardwise.pages import COLOURS
+from shardwise.policy.kinds import KINDS, MEMORY_WORDS, STATE_KINDS
 from shardwise.tables import format_bytes
+from shardwise.train.output.sparkline import History
 from shardwise.train.run.metrics import StepMetrics
 from shardwise.train.run.sample import Sample
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from shardwise.train.build.auto import Outlook
 
 _PLAIN_INTERVAL_S = 5.0
+_CURVE, _LEAST_CURVE, _BESIDE_CURVE = 48, 8, 54
+"""Characters of a curve at most and at least, and of what is beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +94,15 @@ class RunConsole:
         self._steps_before = 0
         """Steps taken before this launch, which may have resumed the run."""
         self._progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), console=self.console
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=self.console,
         )
         self._task = self._progress.add_task("steps", total=steps)
+        self._losses, self._speeds = History(), History()
         self._live: Live | None = None
         if self.console.is_terminal and not self.console.quiet:
             self._live = Live(self._progress, console=self.console, refresh_per_second=4, transient=True)
@@ -118,6 +128,8 @@ class RunConsole:
     def step(self, metrics: StepMetrics) -> None:
         """Show a step, unless it is too early for the next update by `every` or, without a TTY, by the clock."""
         now = self._clock()
+        self._losses.add(metrics.loss)
+        self._speeds.add(metrics.tokens_per_s)
         if self._first_step_s is None:
             self._first_step_s = now - metrics.step_time_s
             self._steps_before = metrics.step - 1
@@ -126,14 +138,23 @@ class RunConsole:
             return
         if self._live is not None:
             self._progress.update(self._task, completed=metrics.step)
-            self._live.update(
-                Group(self._progress, Text(step_line(metrics, self.unit)), Text(memory_line(metrics.memory)))
-            )
+            self._live.update(_View(self, metrics))
         elif last or now - self._last_line_s >= _PLAIN_INTERVAL_S:
             self._last_line_s = now
             taken = metrics.step - self._steps_before
             left_s = (now - self._first_step_s) / taken * (self._steps - metrics.step)
             self.say(f"step {metrics.step}/{self._steps}  {step_line(metrics, self.unit)}  left {_duration(left_s)}")
+
+    def view(self, metrics: StepMetrics) -> Group:
+        """Return what a terminal shows after a step: progress, curves so far, and memory by kind."""
+        width = max(_LEAST_CURVE, min(_CURVE, self.console.width - _BESIDE_CURVE))
+        norm = "" if metrics.grad_norm is None else f"   grad norm {metrics.grad_norm:.2f}"
+        rows = Table.grid(padding=(0, 2))
+        rows.add_row("loss", self._losses.line(width), f"{metrics.loss:.4f}   lr {metrics.lr:.2e}{norm}")
+        rows.add_row(f"{self.unit}/s", self._speeds.line(width), f"{metrics.tokens_per_s:,.0f}")
+        held = format_bytes(sum(filter(None, metrics.memory.values())))
+        rows.add_row("memory", memory_bar(metrics.memory, width), f"{held} on rank 0")
+        return Group(self._progress, rows, memory_key(metrics.memory))
 
     def evaluated(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
         """Print the held-out loss and metrics after `step` steps."""
@@ -185,6 +206,16 @@ class RunConsole:
         self.say(f"step: {outlook.step_time_s:.3f} s planned, {step_time_s:.3f} s measured (median, {change:+.0%})")
 
 
+class _View:
+    """What a terminal shows after a step, made when it is drawn: a few times a second, however short steps are."""
+
+    def __init__(self, console: RunConsole, metrics: StepMetrics) -> None:
+        self._console, self._metrics = console, metrics
+
+    def __rich__(self) -> Group:
+        return self._console.view(self._metrics)
+
+
 def step_line(metrics: StepMetrics, unit: str = "tokens") -> str:
     """Return a step's metrics as text, without the step's number. unit: what `metrics.tokens` counts."""
     norm = "" if metrics.grad_norm is None else f"grad norm {metrics.grad_norm:.2f}  "
@@ -194,10 +225,25 @@ def step_line(metrics: StepMetrics, unit: str = "tokens") -> str:
     )
 
 
-def memory_line(memory: Mapping[str, int | None]) -> str:
-    """Return bytes by kind as text, largest first, without kinds that are empty or were not measured."""
-    held = sorted(((size, kind) for kind, size in memory.items() if size), reverse=True)
-    return "rank 0 holds " + ", ".join(f"{kind} {format_bytes(size)}" for size, kind in held)
+def memory_bar(memory: Mapping[str, int | None], width: int) -> Text:
+    """Return bytes by kind as one bar. Kinds that are smaller than half a character are left out."""
+    whole = sum(filter(None, memory.values())) or 1
+    bar = Text()
+    for kind, size in _held(memory):
+        bar.append("█" * round(width * size / whole), COLOURS[kind])
+    return bar
+
+
+def memory_key(memory: Mapping[str, int | None]) -> Text:
+    """Return bytes by kind as text in the bar's colours, largest first, without kinds that are empty or were not
+    measured."""
+    return Text(", ").join(
+        Text(f"{MEMORY_WORDS[kind]} {format_bytes(size)}", COLOURS[kind]) for kind, size in _held(memory)
+    )
+
+
+def _held(memory: Mapping[str, int | None]) -> list[tuple[str, int]]:
+    return sorted(((kind, size) for kind, size in memory.items() if size), key=lambda item: -item[1])
 
 
 def summary_table(strategy: str, world_size: int, footprint: Footprint) -> Table:

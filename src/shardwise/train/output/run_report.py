@@ -40,5 +40,7 @@ def facts_of(model: nn.Module, memory: Sequence[Mapping[str, int]], outlook: Out
     )
     planned = None
     if outlook is not None:
-        planned = Planned(outlook.words, outlook.memory, outlook.step_time_s, outlook.exposed_comm_s)
+        planned = Planned(
+            outlook.words.removeprefix("planned: "), outlook.memory, outlook.step_time_s, outlook.exposed_comm_s
+        )
     return Facts(units, tuple(memory), planned)
