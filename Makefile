@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -c constraints.txt
 # Some images set it. Every rank and every command would then compile the package anew: a second of processor time each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-integrations train check test test-slow test-integrations test-torch gpu lint clean
+.PHONY: setup setup-integrations setup-docs train check test test-slow test-integrations test-torch site gpu lint clean
 
 setup: $(STAMP)
 
@@ -67,6 +67,17 @@ $(VENV)/.integrations-done: $(STAMP)
 	@$(PIP) --quiet -e '.[dev-integrations]'
 	@touch $@
 
+# The site of docs/, in site/: `make site && .venv/bin/python -m http.server -d site`. Any warning ends it.
+site: setup-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "site/index.html"
+
+setup-docs: $(VENV)/.docs-done
+
+$(VENV)/.docs-done: $(STAMP)
+	@$(PIP) --quiet -e '.[docs]'
+	@touch $@
+
 # Tests with another release of torch, in an environment of its own: make test-torch TORCH=2.15.0 TESTS=tests/engine
 # Other builds than the pinned one may bring gigabytes of CUDA's libraries along.
 TESTS ?= tests/sharded tests/comm tests/modules tests/optim tests/engine tests/compat tests/parity tests/offload tests/model_tools
@@ -92,4 +103,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* site .mypy_cache .pytest_cache .ruff_cache

@@ -1,9 +1,10 @@
-"""Run the commands in docs/examples.md and write their output below them.
+"""Run the commands in docs/examples.md, or in docs/tutorial.md, and write their output below them.
 
 python tools/run_examples.py [HEADING ...]
+python tools/run_examples.py tutorial
 
-Without headings it runs every section, which takes half an hour on two CPU cores. Commands run in an empty directory
-that has links to examples/ and recipes/.
+Without headings it runs every section of docs/examples.md, which takes half an hour on two CPU cores. Commands run in
+an empty directory that has links to examples/ and recipes/; those of the tutorial all in one, with its files.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "examples.md"
+PAGE, TUTORIAL = ROOT / "docs" / "examples.md", ROOT / "docs" / "tutorial.md"
 _HEADING = re.compile(r"^## ([^\n]*)\n", re.MULTILINE)
 _SHOWN = re.compile(r"^```\n([^`]*?)^```\n\n^```(text|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 """Commands, and their output below them."""
@@ -33,9 +34,9 @@ class Example:
     """Whether they compare files, instead of running them."""
 
 
-def examples() -> dict[str, list[Example]]:
-    """Return the page's commands with what it shows of their output, by the heading above them."""
-    _, *parts = _HEADING.split(PAGE.read_text(encoding="utf-8"))
+def examples(page: Path = PAGE) -> dict[str, list[Example]]:
+    """Return a page's commands with what it shows of their output, by the heading above them."""
+    _, *parts = _HEADING.split(page.read_text(encoding="utf-8"))
     sections = zip(parts[::2], parts[1::2], strict=True)
     return {
         heading: [Example(commands, output, kind == "diff") for commands, kind, output in _SHOWN.findall(section)]
@@ -55,25 +56,50 @@ def furnish(directory: Path) -> None:
         (directory / name).symlink_to(ROOT / name)
 
 
-def output_of(commands: str) -> str:
-    """Run commands, and return what they print. Raises CalledProcessError if one fails."""
-    with tempfile.TemporaryDirectory() as directory:
-        furnish(Path(directory))
+def write_files_of_the_tutorial(directory: Path) -> None:
+    """Write the data and the configuration that the tutorial shows."""
+    text = TUTORIAL.read_text(encoding="utf-8")
+    for name, language in (("capitals.jsonl", "json"), ("capitals.toml", "toml")):
+        [shown] = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        (directory / name).write_text(shown, encoding="utf-8")
+
+
+def output_of(commands: str, directory: Path | None = None) -> str:
+    """Run commands, in an empty directory unless one is given, and return what they print.
+
+    Raises CalledProcessError if one fails.
+    """
+    with tempfile.TemporaryDirectory() as empty:
+        if directory is None:
+            furnish(directory := Path(empty))
         script = ["bash", "-euc", commands]
         done = subprocess.run(script, cwd=directory, env=environment(), stdout=subprocess.PIPE, text=True, check=True)
-    return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+    printed = done.stdout.replace(f"{directory}/", "")
+    return "".join(f"{line.rstrip()}\n" for line in printed.splitlines())
 
 
 def main() -> None:
     """Write the output of the sections that the command line names, or of all, into the page."""
+    if sys.argv[1:] == ["tutorial"]:
+        with tempfile.TemporaryDirectory() as name:
+            furnish(directory := Path(name))
+            write_files_of_the_tutorial(directory)
+            for section in examples(TUTORIAL).values():
+                for example in section:
+                    _replace(TUTORIAL, example, output_of(example.commands, directory))
+        return
     for heading in sys.argv[1:] or examples():
         for example in examples()[heading]:
-            kind = "diff" if example.is_diff else "text"
-            new = output_of(example.commands)
-            old, new = (f"{example.commands}```\n\n```{kind}\n{output}```" for output in (example.output, new))
-            text = PAGE.read_text(encoding="utf-8")
-            assert text.count(old) == 1
-            PAGE.write_text(text.replace(old, new), encoding="utf-8")
+            _replace(PAGE, example, output_of(example.commands))
+
+
+def _replace(page: Path, example: Example, output: str) -> None:
+    """Write another output below commands of a page."""
+    kind = "diff" if example.is_diff else "text"
+    old, new = (f"{example.commands}```\n\n```{kind}\n{shown}```" for shown in (example.output, output))
+    text = page.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    page.write_text(text.replace(old, new), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from tools.run_examples import environment, examples, furnish
+from tools.run_examples import TUTORIAL, environment, examples, furnish, output_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -76,6 +76,28 @@ def assert_shown(heading: str, lines: list[str], but_last: int = 0) -> None:
     [shown] = [example.output.splitlines() for example in examples()[heading] if not example.is_diff]
     printed, shown = (found[: len(found) - but_last] for found in (lines, shown))
     assert _kinds(printed) == _kinds(shown), f"run: python tools/run_examples.py '{heading}'"
+
+
+def assert_runs_as_shown(directory: Path, heading: str) -> list[str]:
+    """Run a step of the tutorial in the directory of those before it, and check that it prints what the page shows.
+
+    Differences of files are compared as they are, other lines but for numbers. Boxes are left out: one is a sample of a
+    model's writing. Returns the lines that commands other than `diff` have printed.
+    """
+    lines = []
+    for example in examples(TUTORIAL)[heading]:
+        printed = output_of(example.commands, directory)
+        if example.is_diff:
+            assert printed == example.output, "run: python tools/run_examples.py tutorial"
+            continue
+        found, shown = (
+            [line for line in text.splitlines() if line[:1] not in {"│", "╭", "╰"}]
+            for text in (printed, example.output)
+        )
+        assert _kinds(found) == _kinds(shown), "run: python tools/run_examples.py tutorial"
+        lines += found
+    assert lines
+    return lines
 
 
 def _kinds(lines: list[str]) -> list[str]:
