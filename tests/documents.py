@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -49,3 +50,43 @@ def blocks(page: str, language: str | None = None) -> list[Block]:
         body = re.sub(rf"^{indent}", "", body, flags=re.MULTILINE)
         found.append(Block(page, line, kind, body, dict(_MARK.findall(marks))))
     return [block for block in found if language in (None, block.language)]
+
+
+def small_llama() -> Any:
+    """Return the configuration of the pages' model at a small size."""
+    import transformers
+
+    return transformers.LlamaConfig(
+        vocab_size=2048, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+
+
+def names_of_the_pages() -> dict[str, Any]:
+    """Return what blocks of Python use without making it: packages, a small model, two batches, a loss."""
+    import torch
+    import transformers
+    from torch import nn
+
+    import shardwise as sw
+
+    class Llama(transformers.LlamaForCausalLM):
+        """With a method beside `forward`."""
+
+        def encode(self, tokens: torch.Tensor) -> Any:
+            return self.model(tokens)
+
+    torch.manual_seed(0)
+    tokens = torch.arange(16).reshape(2, 8)
+    return {
+        "sw": sw,
+        "torch": torch,
+        "nn": nn,
+        "F": nn.functional,
+        "LlamaDecoderLayer": transformers.models.llama.modeling_llama.LlamaDecoderLayer,
+        "build_model": lambda: Llama(small_llama()),
+        "loss_of": lambda out, targets: nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten()),
+        "tokens": tokens,
+        "targets": tokens,
+        "batches": [(tokens, tokens)] * 2,
+        "send": lambda name, tensor: None,
+    }

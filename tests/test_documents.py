@@ -30,7 +30,7 @@ from shardwise.cli.process import launch
 from shardwise.plan.hardware.devices import device_names
 from shardwise.train import trainer
 from shardwise.train.config.files import load
-from tests.documents import PAGES, ROOT, Block, blocks
+from tests.documents import PAGES, ROOT, Block, blocks, names_of_the_pages, small_llama
 from tests.engine.rig import on_ranks
 from tests.ranks import RankPools
 from tests.train.report.rig import made_up
@@ -38,9 +38,6 @@ from tests.train.report.rig import rows as metrics
 
 TOKENIZER = ROOT / "recipes" / "python-tokenizer"
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-CONFIG = transformers.LlamaConfig(
-    vocab_size=2048, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-)
 
 
 def commands() -> Iterator[list[str]]:
@@ -63,7 +60,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with contextlib.chdir(place):
         shutil.copytree(ROOT / "recipes", "recipes")
         torch.manual_seed(0)
-        transformers.AutoModelForCausalLM.from_config(CONFIG).save_pretrained("my-model")
+        transformers.AutoModelForCausalLM.from_config(small_llama()).save_pretrained("my-model")
         tokenizer = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained("my-model")
@@ -169,7 +166,7 @@ def test_configurations_are_taken_as_printed(block: Block) -> None:
 @on_ranks(1)
 def test_the_loop_that_the_readme_prints() -> None:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIG)
+    model = transformers.AutoModelForCausalLM.from_config(small_llama())
     prompts = {"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -193,34 +190,13 @@ def test_the_loop_that_the_readme_prints() -> None:
     assert 3 < names["text"].shape[1] <= 53  # type: ignore[attr-defined]
 
 
-class Llama(transformers.LlamaForCausalLM):
-    """With a method beside `forward`."""
-
-    def encode(self, tokens: torch.Tensor) -> Any:
-        return self.model(tokens)
-
-
 def _run_page(page: str) -> None:
     """Run a page's blocks of Python one after another, each with the names that those before it left."""
-    torch.manual_seed(0)
-    tokens = torch.arange(16).reshape(2, 8)
-    names: dict[str, Any] = {
-        "sw": sw,
-        "torch": torch,
-        "nn": nn,
-        "F": nn.functional,
-        "LlamaDecoderLayer": transformers.models.llama.modeling_llama.LlamaDecoderLayer,
-        "build_model": lambda: Llama(CONFIG),
-        "loss_of": lambda out, targets: nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten()),
-        "tokens": tokens,
-        "targets": tokens,
-        "batches": [(tokens, tokens)] * 2,
-        "send": lambda name, tensor: None,
-    }
+    names = names_of_the_pages()
     if page == "docs/generate.md":
         tokenizer = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
         tokenizer.chat_template = TEMPLATE
-        names |= {"model": sw.shard(Llama(CONFIG)), "tokenizer": tokenizer}
+        names |= {"model": sw.shard(names["build_model"]()), "tokenizer": tokenizer}
     for block in blocks(page, "python"):
         if {"not run", "run by"} & block.marks.keys():
             continue
@@ -247,10 +223,10 @@ def test_every_block_runs_or_says_why_not(page: str) -> None:
         if "run by" in block.marks:
             test = ROOT / block.marks["run by"]
             assert page in test.read_text(encoding="utf-8"), f"{block.name}: {test} does not name this page"
-        elif "not run" in block.marks or block.language in {"text", "diff", "toml", "python"}:
+            continue
+        if "not run" in block.marks or block.language in {"text", "diff", "toml", "python"}:
             continue  # a reason; output; or run above
-        else:
-            assert block.language in {"", "json"}, f"{block.name}: say `not run` or `run by` above it"
+        assert block.language in {"", "json"}, f"{block.name}: say `not run` or `run by` above it"
         for line in block.text.splitlines() if block.language == "" else []:
             words = shlex.split(line, comments=True)[:2]
             known = not words or words[0] == "shardwise" or (words[0] == "make" and f"\n{words[1]}:" in makefile)
