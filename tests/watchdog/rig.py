@@ -34,7 +34,7 @@ class Ended:
 def play(
     engine: str, fault: str, directory: Path, timeout_s: float = 6, world_size: int = 3, most_s: float = 90
 ) -> Ended:
-    """Run the job, and kill what is left of it after `most_s`."""
+    """Run the job, and kill what is left of it `most_s` after the fault."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {
@@ -52,14 +52,16 @@ def play(
     for rank, file in enumerate(files):
         with file.open("wb") as stderr:
             ranks.append(subprocess.Popen(job, env={**environment, "RANK": str(rank)}, stderr=stderr))
-    deadline = time.monotonic() + most_s
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+    mark, deadline = directory / "begun", time.time() + 5 * most_s
+    while any(rank.poll() is None for rank in ranks) and time.time() < deadline:
         time.sleep(0.1)
+        if mark.exists() and (written := mark.read_text()):
+            deadline = float(written) + most_s
     ended = time.time()
     left = [rank for rank in ranks if rank.poll() is None]
     for rank in left:
         rank.send_signal(signal.SIGKILL)
-    begun = float((directory / "begun").read_text()) if (directory / "begun").exists() else ended
+    begun = float(mark.read_text()) if mark.exists() else ended
     return Ended(
         float("inf") if left else ended - begun,
         [rank.wait() for rank in ranks],

@@ -165,18 +165,22 @@ class Watchdog:
             if self._parent and os.getppid() != self._parent:
                 self._end("shardwise: the launcher of this rank is gone, so the rank ends")
             self._look()
-            now = time.monotonic()
-            if now - min(self._met, self._asked) > _LOOKS_FOR_ALARMS * self._seconds:
-                self._asked = now
-                if self._line is not None and _is_closed(self._line):
-                    self._without_store()
-                    continue
-                try:
-                    self._ask()
-                    if self._window != _window():
-                        self._end_window()
-                except (RuntimeError, OSError):
-                    self._without_store()
+            try:
+                self._share()
+            except (RuntimeError, OSError):
+                self._without_store()
+
+    def _share(self) -> None:
+        """Look what others have left in the store, when that is due."""
+        now = time.monotonic()
+        is_due = now - min(self._met, self._asked) > _LOOKS_FOR_ALARMS * self._seconds
+        if (is_due or self._window != _window()) and self._line is not None and _is_closed(self._line):
+            raise ConnectionError
+        if self._window != _window():
+            self._end_window()
+        if is_due:
+            self._asked = now
+            self._ask()
 
     def _look(self) -> None:
         self._activity.look()
@@ -276,7 +280,7 @@ class Watchdog:
         if not self._is_steady or not has_met or looks < _WINDOW_S / 2 or waits < _WAITS_MUCH * looks:
             return
         self._store.set(f"waits/{number}/{self.rank}", "")
-        time.sleep(_LOOKS_FOR_ALARMS * self._seconds)  # until the others look
+        time.sleep(2 / _LOOKS_PER_S)  # until the others have looked
         waiting = [rank for rank in range(self.world_size) if self._store.check([f"waits/{number}/{rank}"])]
         slow = [rank for rank in range(self.world_size) if rank not in waiting]
         if self.rank == waiting[0] and slow and len(slow) <= len(waiting) and slow != self._slow:
