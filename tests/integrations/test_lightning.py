@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import shardwise as sw
-from shardwise.errors import ConfigError, UsageError
+from shardwise.errors import CheckpointError, ConfigError, UsageError
 from shardwise.integrations import fabric as our_fabric
 from shardwise.integrations import lightning as our_lightning
+from shardwise.integrations import lightning_common
 from tests.engine.rig import on_ranks
 from tests.integrations.models import Tokens, llama
 
@@ -213,6 +215,13 @@ class Normed(lightning.pytorch.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_checkpoint_runs_no_code_unless_it_is_asked_to(tmp_path: Path) -> None:
+    torch.save({"callbacks": fractions.Fraction(1, 2)}, tmp_path / "lightning.pt")
+    with pytest.raises(CheckpointError, match=r"fractions\.Fraction, which .* trust the file, .*weights_only=False"):
+        lightning_common.load_rest(tmp_path, None)
+    assert lightning_common.load_rest(tmp_path, False) == {"callbacks": fractions.Fraction(1, 2)}
 
 
 @on_ranks(2, timeout_s=120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,22 @@ def load_directory(path: Path, module: nn.Module, optimizers: Sequence[Optimizer
 
 
 def load_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Load the `rest` that `save_directory` wrote."""
+    """Load the `rest` that `save_directory` wrote.
+
+    Args:
+        weights_only: as Lightning was given it. False may run code that the file names; None: True.
+
+    Raises:
+        CheckpointError: there is none, or it has objects that only `weights_only=False` loads.
+    """
     try:
-        rest: dict[str, Any] = torch.load(path / _REST, map_location="cpu", weights_only=bool(weights_only))
+        rest: dict[str, Any] = torch.load(path / _REST, map_location="cpu", weights_only=weights_only is not False)
+    except pickle.UnpicklingError:
+        found = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path / _REST))
+        raise CheckpointError(
+            f"{path / _REST} names {found}, which loading would call: if you trust the file, load it with "
+            "weights_only=False"
+        ) from None
     except FileNotFoundError:
         raise CheckpointError(f"{path} has no {_REST}: it is a checkpoint, but Lightning did not write it") from None
     return rest

@@ -149,3 +149,20 @@ def test_strangers_are_not_let_in() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(rank_of, range(2))) == [b"1", b"1"]
+
+
+@pytest.mark.parametrize(("master", "is_local"), [("127.0.0.1", True), ("localhost", True), ("", False)])
+def test_ranks_of_one_host_listen_on_loopback_alone(
+    master: str, is_local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", master)
+    bound: list[str] = []
+    create = socket.create_server
+
+    def noting(address: tuple[str, int], **options: Any) -> socket.socket:
+        bound.append(address[0])
+        return create(address, **options)
+
+    monkeypatch.setattr(socket, "create_server", noting)
+    assert on_threads(3, lambda channel: channel.exchange(b"%d" % channel.rank, longest)) == [b"2"] * 3
+    assert bound == ["127.0.0.1" if is_local else ""]

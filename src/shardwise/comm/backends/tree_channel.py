@@ -32,6 +32,7 @@ from shardwise.fsdp.collectives import Combine
 _TOKEN_BYTES = 16
 _CONNECT_S = 5.0
 """Timeout in seconds for connecting to one address of a parent."""
+_LOOPBACK = "127.0.0.1"
 _FRAME = struct.Struct("<Bqqq")
 
 
@@ -223,10 +224,14 @@ def _listening(store: Store, rank: int, wanted: bool) -> Iterator[tuple[socket.s
     if not wanted:
         yield None, token
         return
-    dual = socket.has_dualstack_ipv6()
+    addresses = _own_addresses()
+    is_local = addresses[0] in (_LOOPBACK, "::1")  # all ranks are on this host, and nobody else is to reach them
+    dual = socket.has_dualstack_ipv6() and not is_local
     family = socket.AF_INET6 if dual else socket.AF_INET
-    with socket.create_server(("", 0), family=family, backlog=CHILDREN, dualstack_ipv6=dual) as listener:
-        where = "\n".join([token.hex(), str(listener.getsockname()[1]), *_own_addresses()])
+    with socket.create_server(
+        (_LOOPBACK if is_local else "", 0), family=family, backlog=CHILDREN, dualstack_ipv6=dual
+    ) as listener:
+        where = "\n".join([token.hex(), str(listener.getsockname()[1]), *addresses])
         store.set(f"channel/{rank}", where)
         yield listener, token
 
@@ -248,7 +253,7 @@ def _own_addresses() -> list[str]:
 def _connect(store: Store, rank: int, parent: int, timeout_s: float) -> _Peer:
     token, port, *hosts = store.get(f"channel/{parent}").decode().split("\n")
     if hosts[-1] == socket.gethostname():
-        hosts.insert(0, "127.0.0.1")
+        hosts.insert(0, _LOOPBACK)
     problems = []
     for host in hosts:
         try:
