@@ -21,7 +21,7 @@ from shardwise.plan.report.sentences import (
     setting,
     sharding_dict,
 )
-from shardwise.plan.search.advice import advise, faster_with_tensor_axis
+from shardwise.plan.search.advice import advise, faster_with_axis
 from shardwise.plan.search.bounds import Bounds
 from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import (
@@ -87,7 +87,7 @@ def plan(question: Question, progress: Progress | None = None) -> Plan:
         if (warning := source.beyond(nearest.seq_len)) is not None:
             answers.append(f"{warning}.")
             extra["warning"] = warning
-        faster = None if best is None else faster_with_tensor_axis(question, exploration.fitting[0], forecasters)
+        faster = None if best is None else faster_with_axis(question, exploration.fitting[0], forecasters)
         if faster is not None:
             answers.append(faster_sentence(faster))
             extra["faster"] = faster.to_dict()

@@ -17,8 +17,9 @@ from shardwise.plan import planner
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.hardware.devices import Figure, find_device
 from shardwise.plan.report.rendering import page_html, table_text
+from shardwise.plan.report.sentences import faster_sentence
 from shardwise.plan.search import advice
-from shardwise.plan.search.advice import MOST, _kinds, faster_with_tensor_axis, tensor_ranks
+from shardwise.plan.search.advice import MOST, _kinds, context_ranks, faster_with_axis, tensor_ranks
 from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import judge, needed_bytes
 from shardwise.plan.search.search import Question
@@ -124,6 +125,51 @@ def test_a_tensor_axis_is_proposed_inside_a_node_at_sizes_that_divide_heads() ->
     assert tensor_ranks(sw.plan.forecast(gpt2, **given)) == []  # no plan of its own
 
 
+def test_a_context_axis_is_proposed_for_sequences_that_do_not_fit() -> None:
+    given = {"gpus_per_node": 2, "seq_len": 4096, "loss": "fused", "slots": 2, "nccl_bytes": 0}
+    given |= {"activation_checkpointing": "offload"}
+    enough = needs(SMALL, cp=2, **given) + 2 * MIB
+    assert needs(SMALL, **given) > enough + 4 * MIB
+    _, advice = advised(SMALL, enough, most=1, **given)
+    assert (advice[0]["flags"], advice[0]["keys"]) == ("--cp 2", "parallel.cp=2")
+    assert advice[0]["forecast"]["job"]["mesh"] == {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 1}
+    _, advice = advised(SMALL, enough, most=1, cp=1, **given)
+    assert all("--cp" not in one["flags"] for one in advice)
+
+
+def test_sizes_of_a_context_axis_divide_heads_on_a_rank_and_a_node() -> None:
+    given = {**ALONE, "gpus_per_node": 8, "seq_len": 16}
+    assert context_ranks(sw.plan.forecast(SMALL, **given)) == [2, 4]  # of 4 heads
+    cut = sw.plan.forecast(SMALL, **given, tp=2)
+    assert context_ranks(cut) == [2]
+    assert context_ranks(replace(cut, job=replace(cut.job, gpus_per_node=2))) == []
+    t5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 320}
+    assert context_ranks(sw.plan.forecast(t5, **given)) == []
+
+
+def test_what_recomputes_a_single_sequence_is_tried_with_slices_and_without() -> None:
+    """With as many sequences in a step, and only if the question leaves the axis and recomputation open."""
+    arguments = {**ALONE, "gpus_per_node": 8, "activation_checkpointing": None}
+    found = sw.plan.forecast(SMALL, **{**arguments, "activation_checkpointing": "full"})
+    asked: list[Job] = []
+
+    def faster_sliced(job: Job) -> Forecast:
+        asked.append(job)
+        return replace(found, job=job, tokens_per_s_per_gpu=found.tokens_per_s_per_gpu * (1.2 if job.cp == 2 else 1.1))
+
+    best = replace(judge(found, None), limited_by="memory")
+    advice = faster_with_axis(Question(SMALL, arguments), best, faster_sliced)
+    assert advice is not None
+    assert (advice.flags, advice.keys) == ("--cp 2", "parallel.cp=2")
+    assert faster_sentence(advice).startswith("It would recompute nothing, and be faster, with --cp 2 (parallel.cp=2)")
+    assert [(job.cp, job.accumulation, job.activation_checkpointing) for job in asked] == [
+        (2, 2, "none"),
+        (4, 4, "none"),
+    ]
+    for fixed in ({"cp": 1}, {"activation_checkpointing": "full"}):
+        assert faster_with_axis(Question(SMALL, {**arguments, **fixed}), best, faster_sliced) is None
+
+
 def test_a_step_that_waits_for_the_network_is_tried_with_a_tensor_axis() -> None:
     """With as many sequences in a step, and only if the question leaves the axis open."""
     slow = {"gpus_per_node": 2, "nodes": 2, "interconnect": "1gbps", "strategy": "full_shard"}
@@ -137,12 +183,12 @@ def test_a_step_that_waits_for_the_network_is_tried_with_a_tensor_axis() -> None
         asked.append(job)
         return replace(found, job=job, tokens_per_s_per_gpu=found.tokens_per_s_per_gpu * job.tp)
 
-    advice = faster_with_tensor_axis(question, best, faster_cut)
+    advice = faster_with_axis(question, best, faster_cut)
     assert advice is not None
     assert advice.flags == "--tp 2"
     assert [(job.tp, job.micro_batch, job.data_ranks) for job in asked] == [(2, 2, 2)]
-    assert faster_with_tensor_axis(question, best, lambda job: replace(found, job=job)) is None
-    assert faster_with_tensor_axis(replace(question, arguments={**ALONE, **slow, "tp": 1}), best, faster_cut) is None
+    assert faster_with_axis(question, best, lambda job: replace(found, job=job)) is None
+    assert faster_with_axis(replace(question, arguments={**ALONE, **slow, "tp": 1}), best, faster_cut) is None
 
 
 def test_a_smaller_micro_batch_keeps_the_batch() -> None:

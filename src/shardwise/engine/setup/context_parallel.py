@@ -319,9 +319,16 @@ def check_model(model: Any, ranks: int) -> None:
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise ConfigError(f"cp={ranks}: attention of {name} does not go through transformers' attention interface")
-    heads = config.num_attention_heads // (getattr(model, "_tp_size", None) or 1)
-    if heads % ranks:
-        raise ConfigError(f"cp={ranks} does not divide the model's {heads} heads of attention on a rank")
+    if heads_on_a_rank(model) % ranks:
+        raise ConfigError(
+            f"cp={ranks} does not divide the model's {heads_on_a_rank(model)} heads of attention on a rank"
+        )
+
+
+def heads_on_a_rank(model: Any) -> int:
+    """Return how many heads of attention a rank of a transformers model has, of those that a tensor axis divides."""
+    heads: int = model.config.num_attention_heads // (getattr(model, "_tp_size", None) or 1)
+    return heads
 
 
 def _numbers_positions(module: nn.Module) -> bool:

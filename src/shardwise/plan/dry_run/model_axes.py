@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.extensions.tensor_parallel import AXES
-from shardwise.errors import PlanError
+from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Recorder
 from shardwise.plan.dry_run.recording import CONTEXT, TENSOR
@@ -69,6 +69,20 @@ def cut_evenly_by(model: nn.Module) -> int:
     from shardwise.engine.setup.tensor_parallel import heads_of
 
     return math.gcd(*heads_of(config).values())
+
+
+def sliced_evenly_by(model: nn.Module) -> int:
+    """Return `Facts.sliced_evenly_by`."""
+    from shardwise.engine.setup.context_parallel import check_model, heads_on_a_rank
+
+    inside = next((module for module in model.modules() if hasattr(module, "set_attn_implementation")), None)
+    if inside is None:
+        return 1
+    try:
+        check_model(inside, 1)
+    except ConfigError:
+        return 1
+    return heads_on_a_rank(inside)
 
 
 def divide(model: nn.Module, axes: Axes) -> None:

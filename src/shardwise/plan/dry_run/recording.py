@@ -285,6 +285,9 @@ class Facts:
     cut_evenly_by: int = 1
     """A number of ranks that can share each matrix product by the model's own plan, as any divisor can: what its
     numbers of heads have in common. 1: it has no plan; 0: it has one, and any number can."""
+    sliced_evenly_by: int = 1
+    """A number of ranks that can share each sequence, as any divisor can: the heads of attention on a rank. 1:
+    sequences cannot be sliced."""
     package_kernels: str = ""
     """Functions that run as one kernel because a package for GPUs has one, with the packages."""
 

@@ -25,8 +25,10 @@ def advice_sentences(advice: Sequence[Advice]) -> list[str]:
 
 
 def faster_sentence(advice: Advice) -> str:
-    """Say with which settings a step is faster that waits for the network."""
-    return f"It would wait less for the network with {_advice_words(advice)}"
+    """Say with which axis a step is faster that waits for the network or recomputes."""
+    recomputes = any("cp" in change.arguments for change in advice.changes)
+    what = "recompute nothing, and be faster," if recomputes else "wait less for the network"
+    return f"It would {what} with {_advice_words(advice)}"
 
 
 def _advice_words(advice: Advice) -> str:

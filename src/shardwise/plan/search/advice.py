@@ -33,8 +33,8 @@ _FORECAST_NUMEL = {"adamw-bf16": 2**33, "adamw-8bit": 2**31}
 kernels for every few million elements, so that for more a forecast would take too long."""
 _UNITS_SHARE = 0.1
 """Smaller units are proposed where slots take at least this part of the memory."""
-_TENSOR_RANKS = (2, 4, 8)
-"""Sizes of a tensor axis that are proposed."""
+_AXIS_RANKS = (2, 4, 8)
+"""Sizes of a tensor or context axis that are proposed."""
 _A_NODE = 8
 """GPUs of a node that are added before nodes are."""
 _TIMES = 3
@@ -108,23 +108,38 @@ def advise(question: Question, nearest: Job, forecasters: Forecasters) -> list[A
     return found
 
 
-def faster_with_tensor_axis(question: Question, best: Candidate, evaluate: Evaluate) -> Advice | None:
-    """Return the tensor axis with which the best configuration of a question is fastest, and its forecast, if that is
-    faster and the question leaves the axis open. Only a configuration that waits for the network is tried, with as many
-    sequences in a step."""
+def faster_with_axis(question: Question, best: Candidate, evaluate: Evaluate) -> Advice | None:
+    """Return the tensor or context axis with which the best configuration of a question is fastest, and its forecast,
+    if that is faster and the question leaves the axis open. Tried are, with as many sequences in a step, a tensor axis
+    where the configuration waits for the network, and a context axis where it recomputes though its micro-batches are
+    of one sequence: slices may fit without."""
     found = best.forecast
-    if found is None or best.limited_by != "network" or question.arguments.get("tp") is not None or question.compare:
+    if found is None or question.compare:
         return None
+    job, given = found.job, question.arguments
+    tried: list[tuple[Change, Job]] = []
+    if best.limited_by == "network" and given.get("tp") is None:
+        tried += [
+            (_cut(size), replace(job, tp=size, micro_batch=size * job.micro_batch)) for size in tensor_ranks(found)
+        ]
+    elif job.recomputation.every and job.micro_batch == 1 and given.get(_RECOMPUTES) is None:
+        tried += [(_slice(size), _without_recomputation(job, size)) for size in _open_context_ranks(question, found)]
     fastest, speed = None, found.tokens_per_s_per_gpu
-    for size in tensor_ranks(found):
+    for change, changed in tried:
         try:
-            forecast = evaluate(replace(found.job, tp=size, micro_batch=size * found.job.micro_batch))
+            forecast = evaluate(changed)
         except UserError:  # nobody asked for it
             continue
         fits = judge(forecast, question.budget_bytes).outcome is Outcome.FITS
         if fits and forecast.tokens_per_s_per_gpu > speed:
-            fastest, speed = Advice((_cut(size),), forecast), forecast.tokens_per_s_per_gpu
+            fastest, speed = Advice((change,), forecast), forecast.tokens_per_s_per_gpu
     return fastest
+
+
+def _without_recomputation(job: Job, cp: int) -> Job:
+    """Return a job with slices of as many sequences in a step, and no recomputation."""
+    steps = 1 if job.optimizer_in_backward else cp * job.accumulation
+    return replace(job, cp=cp, accumulation=steps, activation_checkpointing="none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +266,7 @@ def _leaner(question: Question, least: Forecast) -> Iterator[list[Change]]:
         yield [_change(f"--slots {LEAST_SLOTS}", f"parallel.slots={LEAST_SLOTS}", slots=LEAST_SLOTS)]
     if _slots_bytes(least) >= _UNITS_SHARE * needed_bytes(least):
         yield [_units(names, slots) for names, slots in least.recording.facts.smaller_units]
+    yield [_slice(size) for size in _open_context_ranks(question, least)]
     if question.arguments.get("tp") is None:
         yield [_cut(size) for size in tensor_ranks(least)]
 
@@ -277,15 +293,34 @@ def _further(least: Forecast) -> Iterator[list[Change]]:
 
 def tensor_ranks(forecast: Forecast) -> list[int]:
     """Return the sizes of a tensor axis that are proposed for a job: more than its own, inside a node."""
-    job, evenly = forecast.job, forecast.recording.facts.cut_evenly_by
-    if job.on_cpu or job.compile:  # a compiled step's savings are not known for models that are cut
+    return _axis_ranks(forecast.job, "tp", forecast.recording.facts.cut_evenly_by)
+
+
+def context_ranks(forecast: Forecast) -> list[int]:
+    """Return the sizes of a context axis that are proposed for a job: more than its own, inside a node."""
+    return _axis_ranks(forecast.job, "cp", forecast.recording.facts.sliced_evenly_by)
+
+
+def _open_context_ranks(question: Question, forecast: Forecast) -> list[int]:
+    return context_ranks(forecast) if question.arguments.get("cp") is None else []
+
+
+def _axis_ranks(job: Job, axis: str, evenly: int) -> list[int]:
+    """Return the sizes that divide a number."""
+    if job.on_cpu or job.compile:  # a compiled step's savings are not known for models that are cut or sliced
         return []
-    sizes = [size for size in _TENSOR_RANKS if size > job.tp and job.gpus_per_node % size == 0 == evenly % size]
-    return [size for size in sizes if _is_possible(job, tp=size)]
+    own: int = getattr(job, axis)
+    inside = job.gpus_per_node // (job.ranks_per_batch // own)
+    sizes = [size for size in _AXIS_RANKS if size > own and inside % size == 0 == evenly % size]
+    return [size for size in sizes if _is_possible(job, **{axis: size})]
 
 
 def _cut(size: int) -> Change:
     return _change(f"--tp {size}", f"parallel.tp={size}", tp=size)
+
+
+def _slice(size: int) -> Change:
+    return _change(f"--cp {size}", f"parallel.cp={size}", cp=size)
 
 
 def _is_possible(job: Job, **changes: Any) -> bool:
