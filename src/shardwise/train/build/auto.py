@@ -3,19 +3,28 @@ afterwards."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwise.errors import PlanError, UserError
 from shardwise.plan.hardware.calibration import QUICK, calibrate
 from shardwise.plan.hardware.devices import Hardware
 from shardwise.plan.report.report import full_name
-from shardwise.plan.search.evaluator import Evaluator
-from shardwise.plan.search.exploration import Objective, gib, needed_bytes, nothing_fits, ranked
-from shardwise.plan.search.space import search_space
+from shardwise.plan.search.exploration import (
+    Candidate,
+    Evaluate,
+    Objective,
+    gib,
+    needed_bytes,
+    nothing_fits,
+    ranked,
+)
+from shardwise.plan.search.space import Sweep, search_space
 from shardwise.plan.search.sweeps import explore_sweep
-from shardwise.train.build.job import arguments_of, hardware_here, job_of, source_of
+from shardwise.train.build.job import arguments_of, forecasters_of, hardware_here, job_of
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config
 from shardwise.train.process.ranks import Ranks
@@ -87,16 +96,21 @@ def outlook_of(config: Config, text: TextShape, ranks: Ranks) -> Outlook:
     """Return the forecast of a run whose strategy is decided. Not collective. Raises UserError for a run that cannot be
     planned."""
     job = job_of(config, ranks, hardware_here(config, ranks.device))
-    return _outlook(Evaluator(source_of(config, text))(job))
+    with forecasters_of(config, text) as forecasters:
+        return _outlook(forecasters(job))
 
 
 def _best(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) -> Forecast:
     """Return the forecast of the fastest strategy that fits. Raises PlanError if none fits."""
-    evaluate = Evaluator(source_of(config, text))
     objective = Objective.TOKENS_PER_S
+
+    def explored(sweep: Sweep, evaluate: Evaluate) -> list[Candidate]:
+        return [*explore_sweep(sweep, evaluate, None, objective)]
+
     sweeps = search_space(arguments_of(config, ranks, hardware)).sweeps
-    candidates = [c for sweep in sweeps for c in explore_sweep(sweep, evaluate, None, objective)]
-    exploration = ranked(candidates, objective, None)
+    with forecasters_of(config, text) as forecasters:
+        found = forecasters.run([partial(explored, sweep) for sweep in sweeps])
+    exploration = ranked(itertools.chain.from_iterable(found), objective, None)
     if exploration.best is None:
         raise nothing_fits(exploration)
     return exploration.best

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise import device_tools
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.hardware.calibration import packaged_name
 from shardwise.plan.hardware.devices import Hardware, find_device, with_usable_bytes
 from shardwise.plan.models.source import ModelSource
+from shardwise.plan.search.processes import Forecasters
 from shardwise.policy.settings import values_in
 from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.build.sharding import precision_of
@@ -46,8 +50,18 @@ def job_of(config: Config, ranks: Ranks, hardware: Hardware) -> Job:
 
 def source_of(config: Config, text: TextShape) -> ModelSource:
     """Return the run's model for the planner: built on the meta device, without pretrained weights."""
+    return ModelSource(title=config.log.name, build=_builder(config, text))
+
+
+def forecasters_of(config: Config, text: TextShape) -> Forecasters:
+    """Return what forecasts jobs of the run's model: this process, or others if a dry run needs a process group of its
+    own, beside the run's."""
+    return Forecasters(_builder(config, text), 1 if config.parallel.ranks_per_batch == 1 else 2)
+
+
+def _builder(config: Config, text: TextShape) -> Callable[[], nn.Module]:
     blank = config.model.model_copy(update={"weights": RANDOM, "init": "meta"})
-    return ModelSource(title=config.log.name, build=lambda: build_model(blank, text, config.lora))
+    return partial(build_model, blank, text, config.lora)
 
 
 def hardware_here(config: Config, device: torch.device) -> Hardware:

@@ -11,10 +11,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import OutOfMemory, UserError
 from shardwise.plan.report.report import parts
-from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import gib
 from shardwise.policy.kinds import KINDS
-from shardwise.train.build.job import hardware_here, job_of, source_of
+from shardwise.train.build.job import forecasters_of, hardware_here, job_of
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config
 from shardwise.train.process.ranks import Ranks
@@ -41,7 +40,8 @@ def explained(
     held = sw.memory(model).now
     try:
         job = job_of(config, ranks, hardware_here(config, ranks.device))
-        lines += _table(Evaluator(source_of(config, text))(job), held)
+        with forecasters_of(config, text) as forecasters:
+            lines += _table(forecasters(job), held)
     except UserError as failure:  # without a plan, the rest is still worth reading
         lines += [*_table(None, held), f"no plan for this run: {failure}"]
     return OutOfMemory("\n".join([*lines, f"To use less memory: {', '.join(_ways_out(config))}"]))
