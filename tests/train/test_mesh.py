@@ -262,7 +262,6 @@ def test_slices_of_a_batch() -> None:
     ("overrides", "message"),
     [
         (["cp=2", "backend=jax"], 'parallel.cp = 2 does not work with parallel.backend = "jax" yet'),
-        (["cp=2", "strategy=auto"], 'parallel.cp = 2 does not work with parallel.strategy = "auto" yet'),
     ],
 )
 def test_what_sequences_are_not_divided_with(overrides: list[str], message: str) -> None:
@@ -353,7 +352,6 @@ def test_copies_and_shards_are_names_for_the_same(overrides: list[str], group: i
         ("train.optimizer=adamw-8bit", 'train.optimizer = "adamw-8bit"'),
         ("lora.base=nf4", 'lora.base = "nf4"'),
         ("train.compile=true", "train.compile"),
-        ("parallel.strategy=auto", 'parallel.strategy = "auto"'),
         ("parallel.backend=jax", 'parallel.backend = "jax"'),
     ],
 )

@@ -6,7 +6,9 @@ import os
 import re
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise.errors import PlanError
 from shardwise.plan.hardware.devices import find_device
@@ -48,6 +50,25 @@ def test_ranks_train_what_the_first_one_planned(ranks: RankPools) -> None:
     assert row is not None
     assert row[1] == row[2], "shards are forecast to the byte"
     assert re.search(r"step: [\d.]+ s planned, [\d.]+ s measured \(median, [+-]\d+%\)", table)
+
+
+def chosen_here(folder: str) -> tuple[str, int, str] | None:
+    """Plan on rank 0, which has a process group already."""
+    assert dist.is_initialized()
+    if dist.get_rank():
+        return None
+    config = load(f"{folder}/tiny.toml", ["parallel.cp=2"]).for_ranks(2)
+    text, two = TextShape(vocab_size=257, end_id=256, seq_len=32), Ranks(0, 2, torch.device("cpu"))
+    chosen, outlook = auto.choose(config, text, two, find_device("cpu"))
+    return chosen.parallel.strategy, chosen.parallel.cp, outlook.words
+
+
+@pytest.mark.slow
+def test_a_strategy_is_chosen_beside_axes(ranks: RankPools) -> None:
+    strategy, cp, words = ranks(2).run(chosen_here, str(Path.cwd()), timeout_s=300)[0]
+    assert strategy in {"no_shard", "shard_optimizer", "shard_grad_op", "full_shard"}
+    assert cp == 2
+    assert words.startswith(f"planned: {strategy} cp2, micro-batch 4x2, recompute none; ")
 
 
 def test_a_group_to_reshard_to_leaves_out_strategies_that_have_none() -> None:

@@ -592,10 +592,7 @@ class Config(Section):
     def _has_axes_with_what_can_be(self) -> Self:
         parallel, train = self.parallel, self.train
         places = [f"offload.{kind}" for kind in PLACES if getattr(self.offload, kind) is not None]
-        with_neither = {
-            'parallel.strategy = "auto"': parallel.strategy == AUTO,
-            'parallel.backend = "jax"': parallel.backend == "jax",
-        }
+        with_neither = {'parallel.backend = "jax"': parallel.backend == "jax"}
         with_tp = {
             **dict.fromkeys(places, True),
             f'train.optimizer = "{train.optimizer}"': train.optimizer == "adamw-8bit",
