@@ -11,7 +11,10 @@ from tools.closure import closure, lines_of
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "read-the-engine.md"
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 TEXT = PAGE.read_text(encoding="utf-8")
 FILES = [(PAGE.parent / link).resolve() for link in re.findall(r"\]\((\.\./src/[^)]+\.py)\)", TEXT)]
 NAMES = sorted(set(re.findall(r"`([A-Z]\w*\.\w+)`", TEXT)))

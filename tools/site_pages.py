@@ -99,7 +99,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Give a page the links of the site."""
+    """Give a page the links of the site. One that is a tab by itself needs no list of pages beside it."""
+    if page.parent is None and not page.file.src_uri.startswith(f"{_SHOWN}/"):
+        page.meta["hide"] = ["navigation"]
     return rewritten(markdown, page.file.src_uri)
 
 
