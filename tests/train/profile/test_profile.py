@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from shardwise.cli.app import run
 from shardwise.errors import ConfigError
-from shardwise.model_tools.event_log import CollectiveCall, EventLog, HostSpan
+from shardwise.fsdp.collectives import FINISHED, Finished, Work
+from shardwise.model_tools.event_log import CollectiveCall, EventLog, HostSpan, _called
 from shardwise.train.config.files import load
 from shardwise.train.profile.advice import advise
 from shardwise.train.profile.clocks import bounded
@@ -66,6 +67,22 @@ def test_arithmetic_of_intervals(one: Any, other: Any, start: int, end: int) -> 
     assert length(left) == len(_points(one))
     assert _points(without(left, right)) == _points(one) - _points(other)
     assert _points(within(left, start, end)) == _points(one) & set(range(start, end))
+
+
+def test_collectives_get_the_works_that_they_made() -> None:
+    """On streams they order themselves after those, which they know by their class."""
+    made, seen, log = Finished(), [], EventLog()
+
+    def all_reduce(tensor: object, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
+        seen.append(after)
+        return made
+
+    called = _called(all_reduce, "all_reduce", log, lambda args, kwargs: ("a", (0, 1)))
+    first = called(None)
+    called(None, after=first).wait()
+    called(None, "sum", first)
+    assert seen == [FINISHED, made, made]
+    assert [(call.number, len(call.waits)) for call in log.calls] == [(0, 0), (1, 1), (2, 0)]
 
 
 def test_each_moment_belongs_to_the_unit_that_began_last() -> None:
@@ -213,6 +230,21 @@ def test_events_of_one_collective_overlap_on_the_common_clock(of_two_ranks: tupl
     for key, by_rank in found.items():
         assert set(by_rank) == {0, 1000}, key
         assert max(start for start, _ in by_rank.values()) <= min(end for _, end in by_rank.values()) + within_us, key
+
+
+def test_spans_of_one_lane_do_not_cross(of_two_ranks: tuple[Path, str]) -> None:
+    """Else a viewer cannot draw them."""
+    directory, _ = of_two_ranks
+    lanes: defaultdict[Any, list[tuple[float, float]]] = defaultdict(list)
+    for event in _events(directory):
+        lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert len(lanes) > 12
+    for lane, spans in lanes.items():
+        under_way: list[float] = []
+        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            under_way = [other for other in under_way if other > start + 1e-3]
+            assert all(end <= other + 1e-3 for other in under_way), lane
+            under_way.append(end)
 
 
 def _summary(directory: Path) -> Profile:

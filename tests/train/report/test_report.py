@@ -126,13 +126,14 @@ def test_held_out_losses_memory_and_an_end_that_stand_out(tmp_path: Path) -> Non
     assert found == [
         "the run has not finished: 100 of 100 steps",
         "the held-out loss was lowest after step 50 (2) and rose to 2.2",
-        "a rank held 75% more memory than planned, in the kinds that were measured",
+        "parameters, gradients and optimizer state took 88% more memory than planned",
     ]
 
 
 # The page -------------------------------------------------------------------------------------------------------------
 
 TRY = """
+  while (!performance.getEntriesByName("drawn").length) await new Promise(done => setTimeout(done, 20));
   for (const one of document.querySelectorAll("details")) if (!one.open) one.querySelector("summary").click();
   await new Promise(done => setTimeout(done, 100));
   const loss = document.getElementById("loss");
@@ -164,7 +165,7 @@ def test_a_report_of_two_long_runs_in_a_browser(tmp_path: Path) -> None:
     assert found["wide"] == []
     assert found["scroll"] <= 390
     assert found["charts"] == ["loss", "lr", "grad-norm", "throughput", "memory-0", "memory-1"]
-    assert 1000 < found["points"] <= 2002
+    assert 500 < found["points"] <= 1002
     assert found["hidden"] == "legendonly"
     assert found["open"] == 4
     assert found["paper"] == "rgb(27, 32, 38)"
@@ -187,6 +188,7 @@ def test_a_long_run_is_compared_with_its_plan(tmp_path: Path, monkeypatch: pytes
     planned = found.facts.planned
     assert planned is not None
     assert planned.words.startswith("full_shard, micro-batch 2x4, recompute none; ")
+    assert planned.words.endswith("s per step (A server processor's core)")
     assert planned.memory["param_shards"] == found.peak["param_shards"]
     assert planned.memory["optimizer"] == pytest.approx(found.peak["optimizer"], rel=0.01)
     assert "and was planned to take" in (tmp_path / "runs" / "tiny" / "report.html").read_text()

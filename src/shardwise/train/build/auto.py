@@ -44,6 +44,8 @@ class Outlook:
     step_time_s: float
     exposed_comm_s: float
     """Seconds of a step in which computation waits for communication."""
+    device: str
+    """The title of the device that was planned for."""
 
 
 def settle(config: Config, text: TextShape, ranks: Ranks) -> tuple[Config, Outlook | None]:
@@ -121,4 +123,4 @@ def _outlook(best: Forecast) -> Outlook:
         f"planned: {full_name(best.job)}; {gib(needed_bytes(best))} GiB of a device's {gib(best.usable_bytes)}, "
         f"{best.step_time_s:.3g} s per step"
     )
-    return Outlook(words, dict(best.memory), best.step_time_s, best.exposed_comm_s)
+    return Outlook(words, dict(best.memory), best.step_time_s, best.exposed_comm_s, best.job.hardware.title)

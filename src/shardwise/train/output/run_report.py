@@ -40,7 +40,6 @@ def facts_of(model: nn.Module, memory: Sequence[Mapping[str, int]], outlook: Out
     )
     planned = None
     if outlook is not None:
-        planned = Planned(
-            outlook.words.removeprefix("planned: "), outlook.memory, outlook.step_time_s, outlook.exposed_comm_s
-        )
+        words = f"{outlook.words.removeprefix('planned: ')} ({outlook.device})"
+        planned = Planned(words, outlook.memory, outlook.step_time_s, outlook.exposed_comm_s)
     return Facts(units, tuple(memory), planned)

@@ -9,7 +9,7 @@ from shardwise.pages import COLOURS
 from shardwise.policy.kinds import KINDS, MEMORY_WORDS
 from shardwise.train.report.run_log import RunLog
 
-BINS = 1000
+BINS = 500
 """Curves of more than twice as many points are thinned to so many bins."""
 OWN, OTHER = "#3b7dd8", "#d9772b"
 """Colours of a run and of the one beside it."""

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from shardwise.policy.kinds import STATE_KINDS
 from shardwise.train.report.run_log import RunLog
 
 _FEW = 20
@@ -79,7 +80,9 @@ def _of_steps(run: RunLog) -> Iterator[Finding]:
     if slow > _UNEVEN * run.step_time_s:
         yield Finding(
             f"steps are uneven: one in twenty took more than {slow:.3g} s, the median is {run.step_time_s:.3g} s",
-            "`shardwise train --profile` tells whether ranks wait for data or for one another",
+            "`shardwise train --profile` tells whether ranks wait for data or for one another"
+            if run.profile is None
+            else "the profile tells whether ranks wait for data or for one another",
         )
 
 
@@ -101,10 +104,9 @@ def _of_memory(run: RunLog) -> Iterator[Finding]:
     planned, measured = run.facts.planned, run.peak
     if planned is None:
         return
-    both = [kind for kind in measured if kind in planned.memory]
-    there, here = sum(planned.memory[kind] for kind in both), sum(measured[kind] for kind in both)
+    there, here = (sum(memory.get(kind, 0) for kind in STATE_KINDS) for memory in (planned.memory, measured))
     if there and here > (1 + _BESIDE_PLAN) * there:
         yield Finding(
-            f"a rank held {here / there - 1:.0%} more memory than planned, in the kinds that were measured",
-            "shapes that change from step to step, or views that are kept, take memory that no plan knows of",
+            f"parameters, gradients and optimizer state took {here / there - 1:.0%} more memory than planned",
+            "parameters that are left out of sharding, or views that are kept, take memory that no plan knows of",
         )
