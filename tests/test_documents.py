@@ -94,6 +94,13 @@ def room(furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
+def test_lines_that_install_name_extras_that_exist() -> None:
+    assert installs_extras_that_exist("pip install shardwise")
+    assert installs_extras_that_exist("pip install 'shardwise[onnx,train]'   # to export")
+    assert not installs_extras_that_exist("pip install 'shardwise[onxx]'")
+    assert not installs_extras_that_exist("pip install shardwize")
+
+
 def test_there_are_commands_on_the_pages() -> None:
     named = {"init", "train", "generate", "inspect", "convert", "push", "plan", "bench", "export", "report"}
     assert {words[0] for words in COMMANDS} == named
@@ -216,6 +223,13 @@ def test_the_python_of_a_page_runs(page: str, number: int, ranks: RankPools, tmp
     ranks(number).run(_run_page, page)
 
 
+def installs_extras_that_exist(line: str) -> bool:
+    """Whether a line installs the package with pip and names only extras that it has."""
+    match = re.fullmatch(r"pip install shardwise(?:\[([\w,-]+)\])?", " ".join(shlex.split(line, comments=True)))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return match is not None and {*(match[1] or "").split(",")} - {""} <= project["optional-dependencies"].keys()
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_runs_or_says_why_not(page: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -231,6 +245,7 @@ def test_every_block_runs_or_says_why_not(page: str) -> None:
             words = shlex.split(line, comments=True)[:2]
             known = not words or words[0] == "shardwise" or (words[0] == "make" and f"\n{words[1]}:" in makefile)
             known = known or words == [".ci/run"] or page == "docs/examples.md"  # tests/examples runs those
+            known = known or installs_extras_that_exist(line)
             assert known, f"{block.name}: {line}"
 
 
