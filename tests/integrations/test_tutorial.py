@@ -15,15 +15,31 @@ from tools.run_examples import environment, furnish, write_files_of_the_tutorial
 pytest.importorskip("onnxruntime")
 
 
-@pytest.mark.slow
-def test_the_walk_ends_with_the_answer_of_the_exported_model(tmp_path: Path) -> None:
-    furnish(tmp_path)
-    write_files_of_the_tutorial(tmp_path)
-    assert_runs_as_shown(tmp_path, "4. Resume elsewhere")
-    assert assert_runs_as_shown(tmp_path, "5. Fine-tune")[-1] == "Nairobi."
-    assert assert_runs_as_shown(tmp_path, "7. Export")[-1].startswith("verified")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory in which the steps run, one after another: each test needs those before it."""
+    place = tmp_path_factory.mktemp("tutorial")
+    furnish(place)
+    write_files_of_the_tutorial(place)
+    return place
+
+
+def test_the_model_of_step_4_is_saved(room: Path) -> None:
+    assert_runs_as_shown(room, "4. Resume elsewhere")
+    assert (room / "runs/tutorial/step-000060/model.safetensors").exists()
+
+
+def test_it_learns_to_answer(room: Path) -> None:
+    assert assert_runs_as_shown(room, "5. Fine-tune")[-1] == "Nairobi."
+
+
+def test_the_exported_model_answers(room: Path) -> None:
+    assert assert_runs_as_shown(room, "7. Export")[-1].startswith("verified")
     script = blocks("docs/tutorial.md", "python")[-1].text
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], cwd=room, env=environment(), capture_output=True, text=True, timeout=120
     )
     assert done.stdout.strip() == "Oslo.", done.stderr
