@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.conftest import HEARS_HANGUPS
 
-STEPS = 200
+STEPS = 60
 
 
 TINY = f"""
@@ -44,15 +44,16 @@ LAUNCHER = "from shardwise.cli.main import main; main()"
 
 SLOW = """
 import os, time
-if "SLOW" in os.environ:
+if "STEP_S" in os.environ:
     from shardwise.train import trainer
     original = trainer.Trainer.step
     def step(self, number):
         if number >= 3:
-            time.sleep(600)
+            time.sleep(float(os.environ["STEP_S"]))
         return original(self, number)
     trainer.Trainer.step = step
 """
+"""From the third on, steps take a while: a run is not over before it hears what it is sent."""
 
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -81,7 +82,14 @@ def start() -> Iterator[Start]:
         clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
         process = subprocess.Popen(
             [*under, sys.executable, *command],
-            env={**clean, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment},
+            env={
+                **clean,
+                "PYTHONPATH": path,
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1",
+                "STEP_S": "0.1",
+                **environment,
+            },
             stdout=output,
             stderr=output,
             text=True,

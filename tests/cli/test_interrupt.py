@@ -72,15 +72,15 @@ def test_a_run_whose_terminal_is_closed_is_saved(start: Start) -> None:
 
 def test_a_hangup_does_not_end_a_run_under_nohup(start: Start) -> None:
     """Neither in its launcher nor in its ranks, to which the shell sends it too."""
-    process = start("-c", LAUNCHER, "train", "tiny.toml", "train.steps=60", under=("nohup",))
+    process = start("-c", LAUNCHER, "train", "tiny.toml", "train.steps=20", under=("nohup",))
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(ranks) == 2
     for pid in (process.pid, *map(int, ranks)):
         os.kill(pid, signal.SIGHUP)
-    assert len(steps()) < 60
+    assert len(steps()) < 20
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 0, printed
-    assert steps() == list(range(1, 61))
+    assert steps() == list(range(1, 21))
     assert Path("runs/tiny/final/model.safetensors").exists()
 
 
@@ -105,7 +105,7 @@ def test_torchrun_sends_it_on(start: Start, number: signal.Signals) -> None:
 
 @pytest.mark.slow
 def test_a_second_interrupt_ends_it_at_once(start: Start) -> None:
-    process = start("-c", LAUNCHER, "train", "tiny.toml", "checkpoint.every=1000", SLOW="1")
+    process = start("-c", LAUNCHER, "train", "tiny.toml", "checkpoint.every=1000", STEP_S="600")
     process.send_signal(signal.SIGINT)
     time.sleep(1)
     assert process.poll() is None

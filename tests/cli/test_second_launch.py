@@ -24,7 +24,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
 @pytest.mark.slow
 def test_a_second_launch_is_refused_by_name_and_a_dead_one_does_not_block(start: Start) -> None:
     """The first launch is a torchrun that is killed: its ranks live on, and rank 0 holds the lock."""
-    first = start(*TORCHRUN, "train", "tiny.toml", "checkpoint.every=2", SLOW="1")
+    first = start(*TORCHRUN, "train", "tiny.toml", "checkpoint.every=2", STEP_S="600")
     holder = (RUN / NAME).read_text()
     found = re.fullmatch(rf"process (\d+) on {re.escape(socket.gethostname())}, started at [-\d: ]+ UTC", holder)
     assert found is not None
