@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from shardwise import accelerators, device_tools
 from shardwise.files.scratch_file import ScratchFile
@@ -375,7 +374,9 @@ def _threads(order: Order, slow: bool) -> Iterator[None]:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [found for each in tree for found in _tensors(each)] if isinstance(tree, list | tuple) else []
 
 
 def _share(out: Any, args: Any) -> bool:

@@ -18,8 +18,7 @@ import shardwise as sw
 from shardwise.files.scratch_file import ScratchFile
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.stores import of_owner
-from tests.engine.rig import Block, Net, Twins, batch, seeded, squares
-from tests.engine.streams import played
+from tests.engine.rig import Block, Net, Twins, batch, squares
 
 
 def shared_folder() -> str:
@@ -100,22 +99,11 @@ def failing(name: str, after: int, ranks: tuple[int, ...] = (0,)) -> Iterator[No
         yield
 
 
-def train(offload: sw.Offload | None, strategy: str = "full_shard") -> tuple[list[float], dict[str, Tensor], list[str]]:
-    """Accumulation, clipping, evaluation, edits of weights and full weights; steps are prefetched by the first one."""
-    with played() as order:
-        model = sw.shard(seeded(lambda: Net(6)), strategy, offload=offload)
-        losses = edited_steps(model, torch.no_grad)
-        losses += accumulated(model)
-        losses += scaled(model)
-        full = sw.full_state_dict(model, rank0_only=False)
-    return losses, full, order.races
-
-
 def accumulated(model: nn.Module) -> list[float]:
     """Sums over micro-batches that are all reduced; zeros instead of None; torch's own clipping, both ways."""
     losses = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(4):
+    for step in range(2):
         for micro in range(3):
             loss = squares(model, batch(100 + 3 * step + micro))
             loss.backward()  # type: ignore[no-untyped-call]
@@ -166,13 +154,6 @@ class Rotated(Net):
         super().__init__(3, Turning)
 
 
-PLACES: dict[str, dict[str, Any]] = {
-    "params": {"params": "cpu"},
-    "optimizer": {"optimizer": "cpu", "ring_bytes": LEAST},
-    "both": {"params": "cpu", "optimizer": "cpu", "ring_bytes": LEAST},
-}
-
-
 class Everything(Net):
     """Two blocks share a matrix; one block and a part of another do not train, and are in few bits if asked."""
 
@@ -181,30 +162,6 @@ class Everything(Net):
         self.blocks[2].up.weight = self.blocks[0].up.weight  # type: ignore[union-attr]
         self.blocks[1].requires_grad_(False)
         self.blocks[3].norm.requires_grad_(False)  # type: ignore[union-attr]
-
-
-class Run:
-    """A model and its optimizer, with offload or without."""
-
-    def __init__(self, frozen: str | None, offload: sw.Offload | None) -> None:
-        precision = sw.Precision(frozen=frozen)
-        self.model: nn.Module = sw.shard(seeded(Everything), precision=precision, offload=offload)
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.05)
-
-    def step(self, index: int) -> list[float]:
-        """Two micro-batches, the first without communication, and a clipped step. Returns losses and norm."""
-        with sw.no_sync(self.model):
-            first = squares(self.model, batch(2 * index))
-            first.backward()
-        second = squares(self.model, batch(2 * index + 1))
-        second.backward()
-        norm = sw.clip_grad_norm_(self.model, 0.1)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return [first.item(), second.item(), norm.item()]
-
-    def weights(self) -> dict[str, Tensor]:
-        return sw.full_state_dict(self.model, rank0_only=False)
 
 
 def edited_steps(model: nn.Module, evaluating: Callable[[], AbstractContextManager[object]]) -> list[float]:

@@ -18,32 +18,18 @@ from shardwise import device_tools
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, PeerError, UsageError
 from shardwise.fsdp.sharded_parameter import ShardedParameter
-from shardwise.offload import host_step, host_threads
+from shardwise.offload import host_threads
 from shardwise.offload.host_step import HostStep
 from shardwise.offload.stores import of_owner
 from shardwise.offload.tiers.host_memory import HostMemory
 from shardwise.sharded.extensions.offloaded import OffloadedParameter
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
-from tests.offload.played_runs import same_bits_in_order, steps_in_backward, to_the_device_and_back
-from tests.offload.rig import LEAST, Adapted, Rotated, amsgrad, failing, shared_folder, train
-from tests.optim.rig import Tied, same_states
+from tests.offload.rig import LEAST, amsgrad, failing, shared_folder
+from tests.optim.rig import same_states
 
 ON_HOST = host_threads.on_host
 """Replaced by one of the simulation inside `played`."""
-
-
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, dampening=0.1, foreach=False)
-
-
-def adagrad(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(parameters, lr=0.05, foreach=False)
-
-
-def nadam(parameters: Any) -> torch.optim.Optimizer:
-    """Without a fused kernel."""
-    return torch.optim.NAdam([p for p in parameters if p.requires_grad], lr=0.01)
 
 
 HOST: dict[str, Any] = {"optimizer": "cpu", "step": "cpu", "pin": False}
@@ -55,77 +41,8 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("strategy", "place"), [*(("full_shard", p) for p in PLACES), ("shard_optimizer", "all")])
-@pytest.mark.parametrize(
-    ("build", "optimizer"),
-    [(Net, momentum), (Tied, amsgrad), (Adapted, nadam), (Net, adagrad)],
-    ids=["net", "tied", "frozen", "adagrad"],
-)
-@on_ranks(2)
-def test_the_same_bits_in_order(
-    strategy: str, build: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], place: str
-) -> None:
-    with played() as order:
-        twins = Twins(build, optimizer=optimizer, strategy=strategy, offload=sw.Offload(**PLACES[place]))
-        twins.train(3)
-        same_states(twins)
-    assert order.races == []
-
-
 def on_disk() -> dict[str, Any]:
     return {**HOST, "optimizer": "nvme", "path": shared_folder(), "ring_bytes": LEAST}
-
-
-@pytest.mark.parametrize("others", [{}, {"params": "nvme"}, {"params": "cpu", "gradients": "cpu"}], ids=str)
-@on_ranks(2)
-def test_with_state_on_disk(others: dict[str, Any]) -> None:
-    same_bits_in_order("full_shard", Net, amsgrad, sw.Offload(**{**on_disk(), **others}))
-
-
-@pytest.mark.parametrize(("strategy", "places"), [("full_shard", ("state", "all")), ("shard_grad_op", ("all",))])
-@on_ranks(2)
-def test_accumulation_clipping_scaling_evaluation_and_edits(strategy: str, places: tuple[str, ...]) -> None:
-    losses, full, _ = train(None, strategy)
-    with mock.patch.object(host_step, "_FUSED_ON_CPU", ()):  # the device's kernels would not be the host's either
-        for place in [*(PLACES[name] for name in places), on_disk()]:
-            offloaded = train(sw.Offload(**place), strategy)
-            assert offloaded[0] == losses
-            assert offloaded[2] == []
-            same_tensors(full, offloaded[1])
-
-
-@pytest.mark.parametrize("place", PLACES)
-@on_ranks(2)
-def test_steps_in_backward(place: str) -> None:
-    with mock.patch.object(host_step, "_FUSED_ON_CPU", ()):
-        steps_in_backward(sw.Offload(**PLACES[place]))
-
-
-@on_ranks(2)
-def test_several_dtypes() -> None:
-    with played() as order:
-        twins = Twins(Rotated, optimizer=amsgrad, offload=sw.Offload(**PLACES["all"]))
-        twins.train(2)
-    assert order.races == []
-
-
-@pytest.mark.parametrize("place", PLACES)
-@on_ranks(2)
-def test_optimizers_with_less_state(place: str) -> None:
-    for kind in (sw.optim.AdamW8bit, sw.optim.AdamWBF16):
-        weights = []
-        for offload in (None, sw.Offload(**PLACES[place])):
-            with played() as order:
-                model = sw.shard(seeded(lambda: Net(6)), align=sw.optim.AdamW8bit.BLOCK_NUMEL, offload=offload)
-                optimizer = kind(model.parameters(), lr=0.05)
-                for step in range(3):
-                    torch.manual_seed(step)
-                    squares(model, batch(step)).backward()  # type: ignore[no-untyped-call]
-                    optimizer.step()
-                    optimizer.zero_grad()
-                weights.append(sw.full_state_dict(model, rank0_only=False))
-            assert order.races == []
-        same_tensors(*weights)
 
 
 # What is copied -------------------------------------------------------------------------------------------------------
@@ -319,43 +236,6 @@ def test_state_that_was_loaded_to_the_device(place: str) -> None:
     same_tensors(stepped(lambda optimizer: None, **options), stepped(load, **options))
 
 
-class Keeping(torch.optim.Optimizer):
-    """Steps by the mean of the last two gradients. Makes a new dict in each step, keeps a gradient as it is, leaves
-    frozen parameters alone, scales gradients in place and, if asked, drops them."""
-
-    def __init__(self, parameters: Any, drops: bool = False) -> None:
-        super().__init__(parameters, {"lr": 0.1, "drops": drops})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in (p for p in group["params"] if p.grad is not None and p.requires_grad):
-                parameter.grad.mul_(0.5)
-                last = self.state[parameter].get("last", parameter.grad)
-                parameter.add_(parameter.grad.add(last), alpha=-group["lr"])
-                self.state[parameter] = {"last": parameter.grad.detach()}
-                if group["drops"]:
-                    parameter.grad = None
-
-
-@pytest.mark.parametrize("place", [*PLACES, "disk"])
-@pytest.mark.parametrize("drops", [False, True])
-@on_ranks(2)
-def test_what_an_optimizer_keeps_and_leaves(drops: bool, place: str) -> None:
-    offload = sw.Offload(**(on_disk() if place == "disk" else PLACES[place]))
-    with played() as order:
-        twins = Twins(optimizer=lambda parameters: Keeping(parameters, drops), offload=offload)
-        for _ in range(4):
-            twins.backward()
-            for optimizer in twins.optimizers:
-                optimizer.step()
-            twins.same_parameters()
-            twins.same_gradients()
-            for optimizer in twins.optimizers if not drops else ():
-                optimizer.zero_grad()
-    assert order.races == []
-
-
 class Alternating(nn.Module):
     """Uses its second layer in every other forward only."""
 
@@ -474,18 +354,6 @@ def test_ranks_learn_of_each_others_cores() -> None:
 
 
 # Checkpoints and errors -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", ["state", "all"])
-@on_ranks(2)
-def test_checkpoints_go_to_the_device_and_back(place: str) -> None:
-    path = shared_folder()
-    offload = sw.Offload(**PLACES[place])
-    with played() as order, mock.patch.object(host_step, "_FUSED_ON_CPU", ()):
-        twins = Twins(offload=offload)
-        twins.train(2)
-        to_the_device_and_back(twins, offload, path)
-    assert order.races == []
 
 
 class FailsOnOneRank(torch.optim.SGD):

@@ -4,74 +4,22 @@ device no more than the rings. Played on CPU ranks."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise as sw
 from shardwise.engine.extensions.offloaded import shard_stores
 from shardwise.engine.lookup import require_engine
-from shardwise.errors import UsageError
 from shardwise.offload.shard_store import BUFFERS
 from shardwise.offload.stores import of_owner
 from shardwise.offload.tiers.device_buffers import DeviceBuffers
 from shardwise.offload.tiers.host_memory import HostMemory
-from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
+from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
 from tests.engine.streams import Order, played
-from tests.offload.played_runs import every_program, same_bits_in_order, steps_in_backward, to_the_device_and_back
-from tests.offload.rig import PLACES, edited_steps, shared_folder
-
-
-@pytest.mark.parametrize("place", PLACES)
-@every_program
-@on_ranks(2)
-def test_the_same_bits_in_order(
-    strategy: str, build: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], place: str
-) -> None:
-    same_bits_in_order(strategy, build, optimizer, sw.Offload(pin=False, **PLACES[place]))
-
-
-def train(offload: sw.Offload | None) -> tuple[list[float], dict[str, Tensor], list[str]]:
-    """Accumulation, clipping, evaluation, edits of weights and full weights; steps are prefetched by the first one."""
-    with played() as order:
-        model = sw.shard(seeded(lambda: Net(6)), "full_shard", offload=offload)
-        losses = edited_steps(model, torch.no_grad)
-        full = sw.full_state_dict(model, rank0_only=False)
-    return losses, full, order.races
-
-
-@on_ranks(2)
-def test_accumulation_clipping_evaluation_and_edits() -> None:
-    losses, full, races = train(None)
-    assert races == []
-    for place in PLACES.values():
-        offloaded = train(sw.Offload(pin=False, **place))
-        assert offloaded[0] == losses
-        assert offloaded[2] == []
-        same_tensors(full, offloaded[1])
-
-
-@pytest.mark.parametrize("place", PLACES)
-@on_ranks(2)
-def test_steps_in_backward(place: str) -> None:
-    steps_in_backward(sw.Offload(pin=False, **PLACES[place]))
-
-
-@on_ranks(2)
-def test_checkpoints_go_to_the_device_and_back() -> None:
-    path = shared_folder()
-    offload = sw.Offload(pin=False, **PLACES["both"])
-    with played() as order:
-        twins = Twins(offload=offload)
-        twins.train(2)
-        with pytest.raises(UsageError, match="offloaded"):
-            sw.checkpoint.save(f"{path}/late", twins.sharded, twins.optimizers[1], asynchronous=True)
-        to_the_device_and_back(twins, offload, path)
-    assert order.races == []
+from tests.offload.rig import LEAST, shared_folder
 
 
 @on_ranks(1)
@@ -101,7 +49,7 @@ def test_the_device_has_rings_and_slots_alone() -> None:
 
 @on_ranks(1)
 def test_an_order_that_is_missing_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    offload = sw.Offload(pin=False, **PLACES["both"])
+    offload = sw.Offload(params="cpu", optimizer="cpu", pin=False, ring_bytes=LEAST)
 
     def races() -> Order:
         with played() as order:

@@ -3,7 +3,6 @@ or in the file, no wait for the device, and in memory no more than the rings. Pl
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,10 +28,9 @@ from shardwise.offload.tiers.device_buffers import DeviceBuffers
 from shardwise.offload.tiers.disk import Disk
 from shardwise.offload.tiers.staged_disk import THREADS, StagedDisk
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
-from tests.engine.streams import Order, played
-from tests.offload.played_runs import every_program, goes_on_alike, same_bits_in_order, steps_in_backward
-from tests.offload.rig import LEAST, Run, edited_steps, failing, shared_folder
-from tests.optim.rig import Tied, same_states
+from tests.engine.streams import played
+from tests.offload.rig import LEAST, failing, shared_folder
+from tests.optim.rig import same_states
 
 PLACES: dict[str, dict[str, Any]] = {
     "params": {"params": "nvme"},
@@ -45,77 +43,6 @@ PLACES: dict[str, dict[str, Any]] = {
 
 def offload(place: str) -> sw.Offload:
     return sw.Offload(path=shared_folder(), **PLACES[place])
-
-
-@pytest.mark.parametrize("place", PLACES)
-@every_program
-@on_ranks(2)
-def test_the_same_bits_in_order(
-    strategy: str, build: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], place: str
-) -> None:
-    same_bits_in_order(strategy, build, optimizer, offload(place))
-
-
-def train(places: sw.Offload | None, slow_disk: bool = True) -> tuple[list[float], dict[str, Tensor], Order]:
-    """Accumulation, clipping, evaluation, edits of weights and full weights; steps are prefetched by the first one."""
-    gc.collect()  # what is left of a model before gives its stages back, and waits for the device
-    with played(slow_disk) as order:
-        model = sw.shard(seeded(lambda: Net(6)), "full_shard", offload=places)
-        losses = edited_steps(model, torch.inference_mode)
-        assert not order.waits, f"the thread that trains waits for no device: {order.waits[0]}"
-        full = sw.full_state_dict(model, rank0_only=False)
-    return losses, full, order
-
-
-@pytest.mark.parametrize("slow_disk", [True, False], ids=["slow", "fast"])
-@pytest.mark.parametrize("place", PLACES)
-@on_ranks(2)
-def test_accumulation_clipping_evaluation_and_edits_without_a_wait(place: str, slow_disk: bool) -> None:
-    losses, full, _ = train(None)
-    offloaded = train(offload(place), slow_disk)
-    assert offloaded[0] == losses
-    assert offloaded[2].races == []
-    same_tensors(full, offloaded[1])
-
-
-@pytest.mark.parametrize("place", ["params", "optimizer", "both"])
-@on_ranks(2)
-def test_steps_in_backward(place: str) -> None:
-    steps_in_backward(offload(place))
-
-
-@pytest.mark.parametrize("frozen", [None, "nf4"])
-@on_ranks(2)
-def test_frozen_parameters_tied_weights_accumulation_and_clipping_at_once(frozen: str | None) -> None:
-    with played() as order:
-        kept, usual = Run(frozen, offload("both")), Run(frozen, None)
-        for index in range(3):
-            assert kept.step(index) == usual.step(index)
-        ours, theirs = kept.weights(), usual.weights()
-        assert all(torch.equal(ours[name], value) for name, value in theirs.items())
-    assert order.races == []
-
-
-@on_ranks(2)
-def test_checkpoints_go_from_place_to_place() -> None:
-    path = shared_folder()
-    with played() as order:
-        twins = Twins(Tied, offload=offload("both"))
-        twins.train(2)
-        with pytest.raises(UsageError, match="offloaded"):
-            sw.checkpoint.save(f"{path}/late", twins.sharded, twins.optimizers[1], asynchronous=True)
-        sw.checkpoint.save(f"{path}/one", twins.sharded, twins.optimizers[1])
-        sw.checkpoint.verify(f"{path}/one")
-        others = [
-            Twins(Tied),
-            Twins(Tied, offload=offload("optimizer on the host")),
-            Twins(Tied, offload=offload("both")),
-        ]
-        for index, other in enumerate(others):
-            sw.checkpoint.load(f"{path}/{'one' if index == 0 else index}", other.sharded, other.optimizers[1])
-            sw.checkpoint.save(f"{path}/{index + 1}", other.sharded, other.optimizers[1])
-            goes_on_alike(other, twins)
-    assert order.races == []
 
 
 @on_ranks(1)

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,15 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.engine.extensions.offloaded import shard_stores
 from shardwise.engine.lookup import require_engine
-from shardwise.errors import ConfigError, UsageError
+from shardwise.errors import UsageError
 from shardwise.files.scratch_file import ScratchFile
-from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.offload.offloaded_slice import OffloadedSlice, SliceState
-from shardwise.offload.offloaded_state import OffloadedState
 from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.offload.tiers.disk import Disk, OnThread
 from shardwise.sharded.extensions.few_bits import FewBitsParameter
-from shardwise.sharded.extensions.offloaded import slice_of, slices_of
+from shardwise.sharded.extensions.offloaded import slices_of
 from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
-from tests.offload.rig import LEAST, Adapted, amsgrad, go_on, momentum, plain_adam, resident, shared_folder
-from tests.optim.rig import Tied, same_states
+from tests.offload.rig import LEAST, Adapted, resident, shared_folder
 
 _M_MMAP_THRESHOLD = -3
 PLACES: list[dict[str, Any]] = [{"params": "nvme"}, {"params": "nvme", "optimizer": "nvme", "ring_bytes": LEAST}]
@@ -52,101 +48,6 @@ def store(twins: Twins) -> ShardStore:
 def fused(parameters: Any) -> torch.optim.Optimizer:
     """Torch's own function, which bumps no version."""
     return torch.optim.AdamW((p for p in parameters if p.requires_grad), lr=0.05, fused=True)
-
-
-@pytest.mark.parametrize("of", PLACES, ids=["params", "both"])
-@pytest.mark.parametrize(
-    ("build", "optimizer"), [(Net, momentum), (Tied, plain_adam), (Adapted, amsgrad)], ids=["net", "tied", "frozen"]
-)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
-@on_ranks(2)
-def test_the_same_bits(
-    strategy: str,
-    build: Callable[[], nn.Module],
-    optimizer: Callable[[Any], torch.optim.Optimizer],
-    of: dict[str, Any],
-) -> None:
-    offload = places(of)
-    twins = Twins(build, optimizer=optimizer, strategy=strategy, offload=offload)
-    assert all(slice_of(p) is not None for p in twins.sharded.parameters())
-    for _ in range(3):
-        twins.train(1)
-    same_states(twins)
-    kinds = {
-        type(value)
-        for state in twins.optimizers[1].state.values()
-        for value in state.values()
-        if isinstance(value, ShardedParameter)
-    }
-    assert kinds == {OffloadedState if "optimizer" in of else ShardedParameter}
-    assert offload.path is not None
-    assert not any(Path(offload.path).iterdir()), "the file has no name: nothing can be left behind"
-
-
-@pytest.mark.parametrize("of", PLACES, ids=["params", "both"])
-@on_ranks(2)
-def test_accumulation_clipping_evaluation_and_steps_in_backward(of: dict[str, Any]) -> None:
-    twins, usual = Twins(offload=places(of), optimizer=fused), Twins(optimizer=fused)
-    losses: list[list[Tensor]] = [[], []]
-    for index in range(3):
-        for each, own in zip((twins, usual), losses, strict=True):
-            with sw.no_sync(each.sharded):
-                squares(each.sharded, batch(7)).backward()
-            loss = squares(each.sharded, batch(index))
-            loss.backward()
-            own.append(sw.clip_grad_norm_(each.sharded, 0.1))
-            each.optimizers[1].step()
-            each.optimizers[1].zero_grad()
-            with torch.inference_mode():
-                own += [loss.detach(), squares(each.sharded, batch(9))]
-    assert [x.item() for x in losses[0]] == [x.item() for x in losses[1]]
-    for p, q in zip(twins.sharded.parameters(), usual.sharded.parameters(), strict=True):
-        assert torch.equal(p.local, q.local)
-    twins = Twins(offload=places(of))
-    sw.optimizer_in_backward(twins.sharded, twins.optimizers[1])
-    for _ in range(3):
-        twins.backward()
-        twins.step()
-        twins.same_parameters()
-    assert all(group.gradients.flat is None for unit in twins.engine.units for group in unit.groups)
-
-
-@pytest.mark.parametrize("of", PLACES, ids=["params", "both"])
-@on_ranks(2)
-def test_hybrid_groups_two_precisions_and_smaller_groups(of: dict[str, Any]) -> None:
-    for options in (
-        {"strategy": "hybrid_shard", "mesh": torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1))},
-        {"precision": sw.Precision(param="bf16", reduce="fp32")},
-        {"reshard_after_forward": False, "slots": 4},
-    ):
-        twins, usual = Twins(offload=places(of), **options), Twins(**options)  # type: ignore[arg-type]
-        for index in range(2):
-            for each in (twins, usual):
-                squares(each.sharded, batch(index)).backward()
-                each.optimizers[1].step()
-                each.optimizers[1].zero_grad()
-        for p, q in zip(twins.sharded.parameters(), usual.sharded.parameters(), strict=True):
-            assert torch.equal(p.local, q.local)
-
-
-@pytest.mark.parametrize("of", PLACES, ids=["params", "both"])
-@on_ranks(2)
-def test_checkpoints_go_from_disk_to_memory_and_back(of: dict[str, Any]) -> None:
-    offload = places(of)
-    twins = Twins(Tied, offload=offload)
-    twins.train(2)
-    sw.checkpoint.save(f"{offload.path}/one", twins.sharded, twins.optimizers[1])
-    sw.checkpoint.verify(f"{offload.path}/one")
-    with pytest.raises(UsageError, match="asynchronous=True with parameters or optimizer state offloaded"):
-        sw.checkpoint.save(f"{offload.path}/x", twins.sharded, asynchronous=True)
-    in_memory, again = Twins(Tied, strategy="no_shard"), Twins(Tied, offload=offload)
-    sw.checkpoint.load(f"{offload.path}/one", in_memory.sharded, in_memory.optimizers[1])
-    twins.train(1)
-    go_on(in_memory, twins, 2)
-    sw.checkpoint.save(f"{offload.path}/two", in_memory.sharded, in_memory.optimizers[1])
-    sw.checkpoint.load(f"{offload.path}/two", again.sharded, again.optimizers[1])
-    twins.train(1)
-    go_on(again, twins, 3)
 
 
 @pytest.mark.parametrize("of", PLACES, ids=["params", "both"])
@@ -386,13 +287,6 @@ def test_a_kill_in_mid_write_loses_no_saved_step(tmp_path: Path) -> None:
     assert after == whole[2:]
     code, after = run("disk", "memory")
     assert (code, after) == (0, [])
-
-
-def test_configurations_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"offload.params='nvme' needs offload.path"):
-        sw.Offload(params="nvme")
-    with pytest.raises(ConfigError, match=r"offload.params='disk': must be None, 'cpu' or 'nvme'"):
-        sw.Offload(params="disk")
 
 
 @on_ranks(1)
