@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -c constraints.txt
 # Some images set it. Every rank and every command would then compile the package anew: a second of processor time each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-integrations setup-docs train check test test-slow test-integrations test-torch site gpu lint clean
+.PHONY: setup setup-integrations setup-docs train check test test-slow test-integrations test-torch site gpu test-gpu lint clean
 
 setup: $(STAMP)
 
@@ -96,6 +96,13 @@ gpu:
 	@python=$(PYTHON); if test -x $(BIN)/python && \
 		! $(PYTHON) -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())' 2>/dev/null; \
 		then python=$(BIN)/python; fi; $$python benchmarks gpu $(ARGS)
+
+# The engine's tests on this machine's accelerators, a rank on each: those for more ranks than there are devices skip. It
+# needs a virtual environment whose torch sees them. `make test-gpu DEVICE=xpu TESTS=tests/engine/dtypes`
+DEVICE ?= cuda
+test-gpu: TESTS = tests/engine tests/sharded tests/optim tests/offload
+test-gpu: setup
+	SHARDWISE_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest -m "ranks and not slow" $(TESTS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -5,9 +5,10 @@
     def test_sums(ranks):
         first, second = ranks(2).run(sums, 5)           # one result per rank
 
-Every rank has a gloo default process group, one thread, poisoned released memory and a fixed seed. Groups that a
-function leaves behind are destroyed, and what it has set through a `monkeypatch` that it was given is undone. After a
-failure the ranks get a new default group. If ranks hang, their stacks are reported, and they are killed and replaced.
+Every rank has a default process group, gloo's or its device's (tests/device.py), one thread, poisoned released memory
+and a fixed seed. Groups that a function leaves behind are destroyed, and what it has set through a `monkeypatch` that
+it was given is undone. After a failure the ranks get a new default group. If ranks hang, their stacks are reported, and
+they are killed and replaced.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 import pytest
 
+from tests import device
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -55,6 +58,7 @@ class RankPools:
         self._pools: dict[tuple[int, tuple[tuple[str, str], ...]], RankPool] = {}
 
     def __call__(self, world_size: int, **env: str) -> RankPool:
+        device.skip_without(world_size)
         key = (world_size, tuple(sorted(env.items())))
         pool = self._pools.pop(key, None) or RankPool(world_size, **env)
         self._pools[key] = pool  # now the last
@@ -73,7 +77,8 @@ class _Nursery:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         fd = theirs.fileno()
         self._process = subprocess.Popen([sys.executable, __file__, str(fd)], env=env, pass_fds=[fd])
         theirs.close()
@@ -270,6 +275,7 @@ def _serve(connection: Connection) -> None:
 
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device.take(rank)
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     generation, modules, world = -1, 0, None
     while True:
@@ -283,7 +289,7 @@ def _serve(connection: Connection) -> None:
                 dist.destroy_process_group()
             timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
             prefixed = dist.PrefixStore(str(wanted), store)
-            dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
+            dist.init_process_group(device.backend(), store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
             generation, world = wanted, dist.group.WORLD
         _drop_groups()  # only now: peers may have been connecting to them when this rank was done
         torch.manual_seed(0)

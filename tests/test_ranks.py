@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests import device
 from tests.ranks import RankPool, RankPools, RanksHung
 
 
@@ -106,3 +108,33 @@ def test_destroyed_default_group_is_replaced(ranks: RankPools) -> None:
 
 def test_what_a_function_patches_is_undone(ranks: RankPools, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [ranks(2).run(patch, monkeypatch) for _ in range(2)] == [[False, False]] * 2
+
+
+def made_here() -> tuple[str, bool]:
+    return str(torch.get_default_device()), torch.utils._device.CURRENT_DEVICE is not None
+
+
+def test_ranks_make_tensors_on_the_device_that_tests_are_run_on(ranks: RankPools) -> None:
+    assert ranks(2, SHARDWISE_TEST_DEVICE="cpu").run(made_here) == [("cpu", True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("sees", "count", "reason"),
+    [
+        (None, 0, "SHARDWISE_TEST_DEVICE=cuda, but torch sees no accelerator"),
+        (torch.device("xpu"), 8, "SHARDWISE_TEST_DEVICE=cuda, but torch sees xpu"),
+        (torch.device("cuda"), 1, "2 ranks need a device each: torch sees 1"),
+        (torch.device("cuda"), 2, None),
+    ],
+)
+def test_tests_for_more_ranks_than_devices_skip(
+    sees: torch.device | None, count: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(device.VARIABLE, "cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: sees)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    assert device.backend() == "cpu:gloo,cuda:nccl"
+    with nullcontext() if reason is None else pytest.raises(pytest.skip.Exception, match=reason):
+        device.skip_without(2)
+    with pytest.raises(pytest.skip.Exception, match="a simulation runs on CPU ranks"):
+        device.skip_beside_one("a simulation")

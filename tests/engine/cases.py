@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
+from tests import device
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Case:
         if self.replicas > 1 and self.shards > 1:
             with unset_fake_temporarily():  # a mesh reads its own numbers
                 shape = (self.replicas, self.shards)
-                options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+                options["mesh"] = init_device_mesh(device.kind(), shape, mesh_dim_names=("replicate", "shard"))
         return sw.shard(model, self.strategy, reshard_after_forward=self.reshard, **options)
 
 

@@ -28,6 +28,7 @@ from shardwise.fsdp import mesh as mesh_module
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.fsdp.unit import Unit
+from tests import device
 from tests.comm.recording import Event, RecordingCollectives
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -99,7 +100,7 @@ def batch(index: int, rank: int | None = None, *shape: int) -> Tensor:
     """Return a batch that differs for each step and rank."""
     rank = dist.get_rank() if rank is None else rank
     generator = torch.Generator().manual_seed(1000 * index + rank + 1)
-    return torch.randn(shape or (5, 4), generator=generator)
+    return torch.randn(shape or (5, 4), generator=generator, device="cpu").to(device.kind())
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

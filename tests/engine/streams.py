@@ -44,6 +44,7 @@ from shardwise.fsdp import torch_collectives as on_streams
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.offload import host_threads
 from shardwise.offload.tiers import disk as disk_module
+from tests.device import skip_beside_one
 
 # Inside `played`, the functions of `torch.distributed` are replaced by watched ones.
 _all_reduce = dist.all_reduce
@@ -402,6 +403,7 @@ def played(slow_disk: bool = True, **options: Any) -> Iterator[Order]:
 
     slow_disk: a disk's work only counts as done once somebody has waited for it.
     """
+    skip_beside_one("a simulation of streams")
     order = Event.order = Order()
 
     class Played(on_streams.StreamCollectives):

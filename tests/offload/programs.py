@@ -21,6 +21,7 @@ from shardwise.errors import UsageError
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.offload.offloaded_state import OffloadedState
 from shardwise.sharded.extensions.offloaded import slice_of
+from tests import device
 from tests.engine.rig import Net, adamw, batch, seeded, squares
 from tests.engine.streams import Event
 from tests.offload.rig import (
@@ -127,7 +128,7 @@ def trainings(*parts: Callable[[nn.Module], list[float]]) -> Program:
     """Trainings of `rig`, one after another, of a model whose units are more than a ring has buffers."""
 
     def program(offload: sw.Offload | None, strategy: str) -> Trained:
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2)) if "hybrid" in strategy else None
+        mesh = init_device_mesh(device.kind(), (2, dist.get_world_size() // 2)) if "hybrid" in strategy else None
         found = Trained()
         model = sw.shard(seeded(Net), strategy, mesh=mesh, offload=offload)
         for training in parts:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise.compat import fsdp2
 from shardwise.errors import UsageError
+from tests import device
 from tests.engine.rig import Block, Net, on_ranks, same_tensors, seeded
 
 FILLS: dict[str, Callable[[Any], Any]] = {
@@ -50,7 +51,7 @@ def test_numbers_are_those_of_the_unsharded_model() -> None:
 
 @on_ranks(4)
 def test_of_ranks_that_were_seeded_otherwise_the_first_counts() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device.kind(), (2, 2))
     model = sw.shard(seeded(Net), "hybrid_shard", mesh=mesh, units={Block})
     plain = seeded(Net)
     torch.manual_seed(5)

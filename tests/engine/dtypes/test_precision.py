@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.fsdp.parameter_group import Dtypes
+from tests import device
 from tests.engine.cases import AT_MOST_TWO_AND_FOUR, Case
 from tests.engine.rig import Net, Twins, adamw, batch, on_ranks, seeded, squares
 from tests.ranks import RankPools
@@ -180,7 +181,7 @@ def _norms_in_fp32(case: Case, checkpointed: bool) -> None:
     of their parameters."""
     options: dict[str, Any] = {"strategy": case.strategy, "reshard_after_forward": case.reshard}
     if case.replicas > 1 and case.shards > 1:
-        options["mesh"] = init_device_mesh("cpu", (case.replicas, case.shards))
+        options["mesh"] = init_device_mesh(device.kind(), (case.replicas, case.shards))
     twins = Twins(
         low_but_norms,
         loss=lambda model, x: squares(model, x.bfloat16()),

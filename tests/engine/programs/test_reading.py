@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.errors import MismatchError, UsageError
 from shardwise.fsdp.parameter_group import ParameterState
+from tests import device
 from tests.engine.cases import AT_MOST_TWO_AND_FOUR, Case, collectives
 from tests.engine.rig import Block, Net, Twins, batch, count, on_ranks, recording, seeded, squares, unwarned
 from tests.ranks import RankPools
@@ -73,7 +74,7 @@ def checkpoint_blocks(model: Any, how: str) -> None:
 def _read(case: Case, checkpointed: str) -> None:
     options: dict[str, Any] = {"strategy": case.strategy, "reshard_after_forward": case.reshard}
     if case.replicas > 1 and case.shards > 1:
-        options["mesh"] = init_device_mesh("cpu", (case.replicas, case.shards))
+        options["mesh"] = init_device_mesh(device.kind(), (case.replicas, case.shards))
     with unwarned():
         twins = Twins(Reading, units=every_module, **options)
         for model in (twins.plain, twins.sharded):

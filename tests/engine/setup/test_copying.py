@@ -18,6 +18,7 @@ import shardwise as sw
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import UsageError
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
+from tests import device
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.setup.rig import Tied
 
@@ -79,7 +80,7 @@ def test_a_copy_trains_on_its_own(strategy: str) -> None:
 @on_ranks(4)
 def test_a_copy_of_a_copy_does_what_the_model_does(options: dict[str, Any]) -> None:
     if options.get("strategy"):
-        options = {**options, "mesh": init_device_mesh("cpu", (2, 2))}
+        options = {**options, "mesh": init_device_mesh(device.kind(), (2, 2))}
     model: Any = sw.shard(seeded(Net), **options)
     squares(model, batch(0)).backward()
     copied = copy.deepcopy(copy.deepcopy(model))

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.errors import CollectiveTimeout
+from tests import device
 from tests.engine.rig import on_ranks, seeded
 
 TOKENS: dict[str, Any] = {"vocab_size": 31, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
@@ -110,7 +111,7 @@ def test_one_rank_generates_from_full_parameters(rank0_only: bool) -> None:
 @on_ranks(4, timeout_s=120)
 def test_some_of_all_ranks(strategy: str) -> None:
     """Ranks wait for those that hold the same model, not for other ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.kind(), (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sw.shard(seeded(llama), strategy, mesh["shard"] if strategy == "full_shard" else mesh)
     if strategy == "hybrid_shard" or dist.get_rank() >= 2:
         options: dict[str, Any] = {"max_new_tokens": 2 + dist.get_rank(), "do_sample": False}

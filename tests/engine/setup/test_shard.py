@@ -23,6 +23,7 @@ from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, DifferentModelsError, LayoutError, MeshError, UsageError
 from shardwise.fsdp.modules import output_tensors
 from shardwise.fsdp.parameter_group import ParameterState
+from tests import device
 from tests.engine.rig import Block, Net, Twins, batch, count, on_ranks, recording, seeded, squares, unwarned, warned
 from tests.engine.setup.rig import Tied
 
@@ -239,7 +240,7 @@ class Stacked(nn.Module):
 
 def halves() -> DeviceMesh:
     """Make groups of two ranks out of four."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.kind(), (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def halves() -> DeviceMesh:
 @on_ranks(4)
 def test_what_adopted_units_cannot_change_raises(below: dict[str, Any], above: dict[str, Any], message: str) -> None:
     """And leaves the units below as they were."""
-    meshes = {"halves": lambda: halves()["shard"], "all": lambda: init_device_mesh("cpu", (4,))}
+    meshes = {"halves": lambda: halves()["shard"], "all": lambda: init_device_mesh(device.kind(), (4,))}
     below, above = ({k: meshes[v]() if k == "mesh" else v for k, v in given.items()} for given in (below, above))
     model: Any = seeded(Net)
     for block in model.blocks:

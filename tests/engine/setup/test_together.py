@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
+from tests import device
 from tests.engine.cases import AT_MOST_TWO_AND_FOUR, Case
 from tests.engine.rig import Net, Twins, batch, count, on_ranks, recording, seeded, squares, unwarned
 from tests.ranks import RankPools
@@ -54,7 +55,7 @@ def _together(case: Case, pair: tuple[str, str]) -> None:
     """Train with a pair of modules as one unit, called one after the other or not."""
     options: dict[str, Any] = {"strategy": case.strategy, "reshard_after_forward": case.reshard}
     if case.replicas > 1 and case.shards > 1:
-        options["mesh"] = init_device_mesh("cpu", (case.replicas, case.shards))
+        options["mesh"] = init_device_mesh(device.kind(), (case.replicas, case.shards))
     with unwarned():
         twins = Twins(Ends, first=in_parts(pair, **options), **options)
         if case.world_size == 2:

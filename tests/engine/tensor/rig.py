@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from tests import device
 
 # torch remembers the meshes of other functions that ran in this process, whose groups are gone, as equal to new ones.
 forget_meshes = _clear_sharding_prop_cache
@@ -123,7 +124,7 @@ class Case:
     def mesh(self) -> DeviceMesh:
         forget_meshes()
         names = ("dp_replicate", "dp_shard", "tp")[-len(self.shape) :]
-        return init_device_mesh("cpu", self.shape, mesh_dim_names=names)
+        return init_device_mesh(device.kind(), self.shape, mesh_dim_names=names)
 
     def build(self, mesh: DeviceMesh | None = None) -> tuple[Model, Model]:
         """Return the model in one process and the sharded one, with equal weights."""
