@@ -15,12 +15,18 @@ from shardwise.watchdog import activity
 from shardwise.watchdog.watchdog import VARIABLE, asked_s
 
 
-def seen(look: Callable[[], Any], while_s: float, doing: Callable[[float], object]) -> Any:
-    """Return what another thread sees while this one, the main one, does something."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(look()))
+def seen(look: Callable[[], Any], doing: Callable[[threading.Event], object]) -> Any:
+    """Return what another thread sees while this one, the main one, does something until it is told that all is
+    seen."""
+    found, is_seen = [], threading.Event()
+
+    def watch() -> None:
+        found.append(look())
+        is_seen.set()
+
+    thread = threading.Thread(target=watch)
     thread.start()
-    doing(while_s)
+    doing(is_seen)
     thread.join()
     return found[0]
 
@@ -33,32 +39,45 @@ def stillness() -> float:
     return watched.still_s
 
 
-def compute(seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+def compute(until: threading.Event) -> None:
+    while not until.is_set():
         pow(3, 10**5, 10**9)
 
 
-def test_a_thread_that_sleeps_stands_still() -> None:
-    assert seen(stillness, 1.2, time.sleep) > 0.5
+def compute_elsewhere(until: threading.Event) -> None:
+    other = threading.Thread(target=compute, args=(until,))
+    other.start()
+    other.join()
 
 
-def test_a_thread_that_computes_moves() -> None:
-    assert seen(stillness, 1.2, compute) < 0.5
+def test_a_thread_that_waits_stands_still() -> None:
+    assert seen(stillness, threading.Event.wait) > 0.5
+
+
+@pytest.mark.parametrize("doing", [compute, compute_elsewhere])
+def test_a_process_that_computes_moves(doing: Callable[[threading.Event], object]) -> None:
+    assert seen(stillness, doing) < 0.5
 
 
 def in_barrier(ranks: int) -> tuple[bool, str, str]:
+    store = dist.PrefixStore("activity", dist.distributed_c10d._get_default_store())
+    is_first = dist.get_rank() == 0
+
     def look() -> tuple[bool, str, str]:
-        time.sleep(0.5)
-        frame = activity.working_thread()
+        until = time.monotonic() + 20
+        while activity.waits_for_ranks(frame := activity.working_thread()) != is_first and time.monotonic() < until:
+            time.sleep(0.05)
+        if is_first:
+            store.set("seen", "")
         return activity.waits_for_ranks(frame), activity.own_collective(frame), activity.call_site(frame)
 
-    def wait(seconds: float) -> None:
-        if dist.get_rank() == 1:
-            time.sleep(seconds)
+    def wait(until: threading.Event) -> None:
+        if not is_first:
+            store.wait(["seen"])
+            until.wait()
         dist.barrier()
 
-    return seen(look, 1.0, wait)  # type: ignore[no-any-return]
+    return seen(look, wait)  # type: ignore[no-any-return]
 
 
 def test_a_collective_of_a_script_is_told_from_what_it_does_otherwise(ranks: Any) -> None:

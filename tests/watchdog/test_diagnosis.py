@@ -17,7 +17,7 @@ WAITS = status(State.WAITS)
 
 
 def diagnosed(*statuses: Status, late: bool = False) -> Diagnosis:
-    found = diagnose(dict(enumerate(statuses)), late)
+    found = diagnose(dict(enumerate(statuses)), 10, late)
     assert found is not None
     return found
 
@@ -57,6 +57,8 @@ def test_ranks_in_different_collectives_wait_for_one_another() -> None:
 
 def test_ranks_that_met_in_the_meantime_are_no_hang() -> None:
     assert diagnose({0: WAITS, 1: status(State.WAITS, for_s=0.5)}) is None
+    assert diagnose({0: status(State.WORKS), 1: status(State.STILL)}) is None
+    assert diagnose({0: status(State.WAITS, for_s=0.5), 1: status(State.STILL)}, least_s=10) is None
 
 
 def test_a_status_is_read_as_it_was_left() -> None:

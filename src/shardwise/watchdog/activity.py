@@ -86,37 +86,40 @@ def stack(frame: FrameType | None) -> list[str]:
 
 
 class Activity:
-    """Since when the thread that trains has stood still: its stack is the same, and neither it nor a process that this
-    one has started (a data loader's worker) does work. A thread that waits for storage is at work."""
+    """Since when this process has stood still: the stack of the thread that trains is the same, and neither a thread of
+    the process (one that saves) nor a process that it has started (a data loader's worker) does work. A thread that
+    waits for storage is at work. The thread that looks does not count."""
 
     def __init__(self) -> None:
-        self._main = threading.main_thread().native_id
         self._stack: tuple[tuple[int, int], ...] = ()
         self._used_s = 0.0
         self._looked = self._moved = time.monotonic()
 
     def look(self) -> None:
-        """Look again. To be called regularly."""
+        """Look again. To be called regularly, by one thread."""
         now = time.monotonic()
         lines = tuple((id(one.f_code), one.f_lasti) for one in _outwards(working_thread()))
-        used_s, waits_for_storage = self._used()
+        used_s = _used_s()
         is_busy = used_s - self._used_s > _BUSY * (now - self._looked)
-        if lines != self._stack or is_busy or waits_for_storage:
+        if is_busy or lines != self._stack or _waits_for_storage():
             self._moved = now
         self._stack, self._used_s, self._looked = lines, used_s, now
 
     @property
     def still_s(self) -> float:
-        """Seconds for which the thread has stood still."""
+        """Seconds for which the process has stood still."""
         return time.monotonic() - self._moved
 
-    def _used(self) -> tuple[float, bool]:
-        task = f"/proc/self/task/{self._main}"
-        fields = _stat(task)
-        used_s = _processor_s(fields)
-        for child in _children(task):
-            used_s += _processor_s(_stat(f"/proc/{child}"))
-        return used_s, fields[_STATE : _STATE + 1] == [b"D"]
+
+def _used_s() -> float:
+    """Return the processor time of this process without this thread, and of the processes that its main thread has
+    started."""
+    others = sum(_processor_s(_stat(f"/proc/{child}")) for child in _children(f"/proc/self/task/{os.getpid()}"))
+    return others + time.process_time() - time.thread_time()
+
+
+def _waits_for_storage() -> bool:
+    return any(_stat(str(task))[_STATE : _STATE + 1] == [b"D"] for task in Path("/proc/self/task").iterdir())
 
 
 def _stat(path: str) -> list[bytes]:

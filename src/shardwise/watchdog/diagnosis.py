@@ -75,17 +75,20 @@ _WORDS = {
 _CULPRITS = (State.GONE, State.STOPPED, State.SILENT, State.STILL)
 
 
-def diagnose(statuses: Mapping[int, Status], is_late: bool = False) -> Diagnosis | None:
-    """Return what is wrong, or None if ranks only met in the meantime.
+def diagnose(statuses: Mapping[int, Status], least_s: float = 0.0, is_late: bool = False) -> Diagnosis | None:
+    """Return what is wrong, or None if ranks met in the meantime.
 
     A rank that works may come yet: that is no hang before it is late.
 
     Args:
         statuses: by rank, of all ranks.
+        least_s: no rank that waits for less is worth a word.
         is_late: some rank has waited for as long as a collective may last.
     """
     waiting = [rank for rank, status in statuses.items() if status.state is State.WAITS]
     longest = max((statuses[rank].for_s for rank in waiting), default=0.0)
+    if not waiting or longest < least_s:
+        return None
     culprits = [rank for rank, status in statuses.items() if status.state in _CULPRITS]
     working = [rank for rank, status in statuses.items() if status.state is State.WORKS]
     if culprits or working:

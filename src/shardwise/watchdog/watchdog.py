@@ -30,6 +30,7 @@ from torch.distributed import distributed_c10d
 from shardwise import liveness
 from shardwise.comm.store_channel import timeout_s
 from shardwise.errors import ConfigError
+from shardwise.fsdp.collective_log import CollectiveLog
 from shardwise.fsdp.engine import Engine
 from shardwise.watchdog import activity
 from shardwise.watchdog.diagnosis import Diagnosis, State, Status, diagnose, ranks_in_words
@@ -112,15 +113,15 @@ class Watchdog:
         self._seconds, self._latest_s = seconds, timeout_s(group)
         self._answer_s = max(_LEAST_ANSWER_S, _ANSWERS * seconds)
         store: Any = distributed_c10d._world.pg_map[group][1]
-        store = store.clone()
-        store.set_timeout(timedelta(seconds=_STORE_S))
-        self._store = PrefixStore("shardwise/watchdog", store)
+        self._store = PrefixStore("shardwise/watchdog", store.clone())
         self._line = _line_to(self._store)
-        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-        self._shared: dict[int, int] = {}
-        """By engine: how much this rank had shared when it was last looked at."""
-        self._last: weakref.ref[Engine] | None = None
-        """The engine that shared something last."""
+        if self._line is not None:  # else the clone may be the store itself
+            self._store.set_timeout(timedelta(seconds=_STORE_S))
+        self._logs: tuple[weakref.ref[CollectiveLog], ...] = ()
+        self._shared: weakref.WeakKeyDictionary[CollectiveLog, int] = weakref.WeakKeyDictionary()
+        """By engine's log: how much this rank had shared when it was last looked at."""
+        self._last: weakref.ref[CollectiveLog] | None = None
+        """That of the engine that shared something last."""
         self._activity = activity.Activity()
         self._met = self._asked = time.monotonic()
         """When this rank last shared something with others, and when it last looked for an alarm."""
@@ -147,7 +148,8 @@ class Watchdog:
 
     def add(self, engine: Engine) -> None:
         """Follow one more engine."""
-        self._engines.add(engine)
+        alive = (one for one in self._logs if one() is not None)
+        self._logs = (*alive, weakref.ref(engine.log))  # a new tuple, since the thread may be reading the old one
 
     def stop(self) -> None:
         """Watch no more."""
@@ -185,11 +187,11 @@ class Watchdog:
     def _look(self) -> None:
         self._activity.look()
         now, has_met = time.monotonic(), False
-        for engine in self._engines:
-            shared = engine.log.shared
-            if self._shared.get(id(engine)) != shared:
-                self._shared[id(engine)] = shared
-                self._last, has_met = weakref.ref(engine), True
+        for one in self._logs:
+            log = one()
+            if log is not None and self._shared.get(log) != log.shared:
+                self._shared[log] = log.shared
+                self._last, has_met = one, True
         self._looks += 1
         self._waits += activity.waits_for_ranks(activity.working_thread())
         if has_met:
@@ -218,7 +220,7 @@ class Watchdog:
             self._store.set(key, str(self.rank))
         number, self._alarm = self._alarm, self._alarm + 1
         statuses = self._statuses(number)
-        diagnosis = diagnose(statuses, self._is_late(statuses))
+        diagnosis = diagnose(statuses, self._seconds / 2, self._is_late(statuses))
         if diagnosis is None:
             return
         if diagnosis.is_hang:
@@ -262,8 +264,8 @@ class Watchdog:
             state = State.WAITS
         else:
             state = State.STILL if self._activity.still_s > self._seconds / 2 else State.WORKS
-        engine = self._last() if self._last is not None else None
-        last = "" if engine is None else engine.log.last_in_words
+        log = self._last() if self._last is not None else None
+        last = "" if log is None else log.last_in_words
         site = activity.call_site(frame)
         if state is State.WAITS:
             last = activity.own_collective(frame) or last
