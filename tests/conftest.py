@@ -35,6 +35,7 @@ LONGEST = (
     "jax/test_trainer.py",
     "cli/test_interrupt.py",
     "programs/test_programs.py",
+    "offload/test_matrix.py",
     "cli/test_crashes.py",
     "plan/simulate/test_forecast.py",
     "cli/test_quickstart.py",

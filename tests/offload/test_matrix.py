@@ -7,11 +7,15 @@ import gc
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+from torch import Tensor
 
+from shardwise.engine.extensions.offloaded import OffloadedGradient
 from shardwise.offload import host_step
+from shardwise.offload.offloaded_slice import OffloadedSlice
 from tests.engine.rig import on_ranks, same_tensors
 from tests.engine.streams import played
 from tests.offload.places import (
@@ -118,3 +122,26 @@ def test_on_cpu_ranks(program: str, place: str, strategy: str) -> None:
 @on_ranks(1)
 def test_on_one_rank(program: str) -> None:
     assert_same(program, "optimizer=nvme", "full_shard", is_played=False)
+
+
+# Planted faults -------------------------------------------------------------------------------------------------------
+
+
+def misses_a_sum(self: OffloadedGradient) -> tuple[Tensor, bool]:
+    """The sum of a further micro-batch overwrites those before it."""
+    total, _ = prepare_sum(self)
+    return total, False
+
+
+prepare_sum = OffloadedGradient.prepare_sum
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "sums of micro-batches": (OffloadedGradient, "prepare_sum", misses_a_sum),
+    "reduced in parts": (OffloadedSlice, "note_write", lambda self: None),
+}
+
+
+@pytest.mark.parametrize("program", FAULTS)
+@on_ranks(2)
+def test_a_fault_fails_its_cell(program: str) -> None:
+    with mock.patch.object(*FAULTS[program]), pytest.raises(AssertionError):
+        beside_a_device(program, ALL, "full_shard")
