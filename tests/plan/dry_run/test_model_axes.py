@@ -3,6 +3,7 @@ byte."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import ActivationCollective, Collective, Recording, Wait
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.models.source import resolve
+from shardwise.plan.search.evaluator import Evaluator
 from tests.comm.recording import RecordingCollectives
 from tests.engine.cases import FP32, MIXED
 from tests.engine.rig import recording
@@ -157,11 +159,29 @@ def test_every_collective_over_the_axis_is_waited_for() -> None:
 def test_a_plan_leaves_no_process_group_and_plans_again_at_another_size() -> None:
     sizes = []
     build_wider = resolve({**LLAMA, "num_key_value_heads": 4}).builder()
-    for tp, cp in ((2, 1), (1, 1), (4, 1), (1, 4), (2, 2), (2, 1)):
+    for tp, cp in ((2, 2), (1, 1), (4, 1), (1, 4), (2, 1), (2, 2)):
         recorded = record(build_wider, Job(seq_len=16, gpus_per_node=8, tp=tp, cp=cp, precision=MIXED, gpu="cpu"))
         sizes.append(state_of(recorded)["gathered_slots"])
+        collectives = [event for event in recorded.events if isinstance(event, ActivationCollective)]
+        expected = {("tensor", False): tp, ("context", True): cp}
+        found = {(event.group, event.op == "all_to_all") for event in collectives}
+        assert found == {kind for kind, ranks in expected.items() if ranks > 1}
         assert not dist.is_initialized()
     assert sizes[2] < sizes[0] == sizes[4] == sizes[5] < sizes[1] == sizes[3]
+
+
+def test_a_process_with_a_process_group_is_told_whether_the_answer_is_stored_or_not() -> None:
+    evaluate = Evaluator(resolve(LLAMA))
+    stored, another = (job_of(2, seq_len=16, cp=2, micro_batch=size) for size in (1, 2))
+    evaluate(stored)
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        for job in (stored, another):
+            with pytest.raises(PlanError, match="cp=2: a plan makes a process group of its own for this, but this"):
+                evaluate(job)
+        assert evaluate(replace(stored, cp=1)).fits
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_model_of_ones_own_states_its_plan() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
@@ -252,6 +253,16 @@ class Job(RunSettings, Machines):
             if ranks == 1:
                 whole, way = "1 rank", "leave it out"
             raise ConfigError(f"reshard_after_forward={asked} does not divide the shard group of {whole}; {way}")
+
+
+def check_alone(job: Job) -> None:
+    """Raise PlanError if a dry run of the job needs a process group of its own and this process has one."""
+    dist = sys.modules.get("torch.distributed")  # if it is not imported, there is none
+    if job.ranks_per_batch > 1 and dist is not None and dist.is_available() and dist.is_initialized():
+        raise PlanError(
+            f"{job.axes_of_a_batch}: a plan makes a process group of its own for this, but this process has one: plan "
+            "before torch.distributed.init_process_group, or with shardwise plan"
+        )
 
 
 def suited_to(source: ModelSource, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.extensions.tensor_parallel import AXES
 from shardwise.errors import ConfigError, PlanError
-from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.job import Job, check_alone
 from shardwise.plan.dry_run.recorder import Recorder
 from shardwise.plan.dry_run.recording import CONTEXT, TENSOR
 from shardwise.plan.dry_run.traced_collectives import TracedCollectives
@@ -37,10 +37,11 @@ def model_axes(job: Job, rank: int, recorder: Recorder) -> Iterator[Axes]:
     check_alone(job)
     own = rank % job.ranks_per_batch
     first = own - own % job.tp
-    ranks = {"cp": range(own % job.tp, job.ranks_per_batch, job.tp), "tp": range(first, first + job.tp)}
+    ranks = {"tp": range(first, first + job.tp), "cp": range(own % job.tp, job.ranks_per_batch, job.tp)}
     dist.init_process_group("fake", rank=own, world_size=job.ranks_per_batch)
     try:
-        # Axes of one mesh of all ranks would be equal for ranks whose groups differ, and torch remembers meshes.
+        # torch remembers meshes of DTensors, and that equal ones have groups of the same names: so they are no axes of
+        # one mesh, which would be equal for ranks of different groups, and the group of "tp" is always the first.
         groups = {axis: dist.new_group([*members]) for axis, members in ranks.items() if len(members) > 1}
         recorder.groups = {group.group_name: (_NAMES[axis], group.size()) for axis, group in groups.items()}
         if "tp" in groups:
@@ -48,15 +49,6 @@ def model_axes(job: Job, rank: int, recorder: Recorder) -> Iterator[Axes]:
         yield {axis: DeviceMesh.from_group(group, "cpu", mesh_dim_names=(axis,)) for axis, group in groups.items()}
     finally:
         dist.destroy_process_group()
-
-
-def check_alone(job: Job) -> None:
-    """Raise PlanError if a dry run of the job needs a process group of its own and this process has one."""
-    if job.ranks_per_batch > 1 and dist.is_available() and dist.is_initialized():
-        raise PlanError(
-            f"{job.axes_of_a_batch}: a plan makes a process group of its own for this, but this process has one: plan "
-            "before torch.distributed.init_process_group, or with shardwise plan"
-        )
 
 
 def cut_evenly_by(model: nn.Module) -> int:

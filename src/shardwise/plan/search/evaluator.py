@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields, replace
 
 from shardwise.plan import cache
-from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.job import Job, check_alone
 from shardwise.plan.dry_run.recording import Facts, Recording
 from shardwise.plan.hardware.host import usual_host
 from shardwise.plan.models.source import ModelSource
@@ -29,6 +29,7 @@ class Evaluator:
         Raises:
             PlanError: the model cannot be built or run dry.
         """
+        check_alone(job)
         found = cached_forecast(self._source, job)
         if found is None:
             whole = self.whole(job)
