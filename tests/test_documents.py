@@ -30,13 +30,13 @@ from shardwise.cli.process import launch
 from shardwise.plan.hardware.devices import device_names
 from shardwise.train import trainer
 from shardwise.train.config.files import load
+from shardwise.train.data.tokenizer import pretrained_tokenizer
 from tests.documents import PAGES, ROOT, Block, blocks, names_of_the_pages, small_llama
 from tests.engine.rig import on_ranks
 from tests.ranks import RankPools
 from tests.train.report.rig import made_up
 from tests.train.report.rig import rows as metrics
 
-TOKENIZER = ROOT / "recipes" / "python-tokenizer"
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 
 
@@ -61,7 +61,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / "recipes", "recipes")
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(small_llama()).save_pretrained("my-model")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+        tokenizer = pretrained_tokenizer("builtin:stories")
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained("my-model")
         for name in ("models/my-model", "runs/quickstart/final", "runs/talk/final", "org/model", "org/name@revision"):
@@ -201,7 +201,7 @@ def _run_page(page: str) -> None:
     """Run a page's blocks of Python one after another, each with the names that those before it left."""
     names = names_of_the_pages()
     if page == "docs/generate.md":
-        tokenizer = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+        tokenizer = pretrained_tokenizer("builtin:stories")
         tokenizer.chat_template = TEMPLATE
         names |= {"model": sw.shard(names["build_model"]()), "tokenizer": tokenizer}
     for block in blocks(page, "python"):

@@ -1,8 +1,8 @@
-"""Train the quickstart's tokenizer, `recipes/python-tokenizer/`, on the standard library of the Python that runs it.
+"""Train the tokenizer `builtin:stories`, the quickstart's, or another one, on any source of text.
 
-    python tools/train_tokenizer.py recipes/python-tokenizer [--size 2048]
+    python tools/train_tokenizer.py src/shardwise/train/data/stories [--source builtin:stories] [--size 2048]
 
-Byte-level BPE: any bytes can be written with it, and common words of Python are one token.
+Byte-level BPE: any bytes can be written with it, and the words of the source are one token each, as far as ids go.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ def main() -> None:
     """Train and write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--source", default="builtin:stories", help="as data.source (%(default)s)")
     parser.add_argument("--size", type=int, default=2048, help="token ids (%(default)s)")
     options = parser.parse_args()
-    documents = read_documents("builtin:python-stdlib")
+    documents = read_documents(options.source)
     texts = (document.segments[0].text.encode(errors="replace").decode() for document in documents)
     pipeline = Tokenizer(models.BPE())
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

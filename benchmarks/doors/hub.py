@@ -87,12 +87,14 @@ def base_in(folder: Path) -> Path:
     import torch
     import transformers
 
+    from shardwise.train.data.tokenizer import pretrained_tokenizer
+
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=2048, hidden_size=256, intermediate_size=704, num_hidden_layers=8, num_attention_heads=4
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="12MB")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "recipes" / "python-tokenizer")
+    tokenizer = pretrained_tokenizer("builtin:stories")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     tokenizer.save_pretrained(folder)
     return folder

@@ -14,9 +14,8 @@ import pytest
 import torch
 import transformers
 
+from shardwise.train.data.tokenizer import pretrained_tokenizer
 from tests.hub import mock
-
-TOKENIZER = Path(__file__).parents[2] / "recipes" / "python-tokenizer"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=2048, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path, max_shard_size="100KB")
-    transformers.AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(path)
+    pretrained_tokenizer("builtin:stories").save_pretrained(path)
     return path
 
 
@@ -61,7 +60,7 @@ print(datasets.load_dataset("org/rows", split="train")[3]["text"])
     total, size, row = run(hub, tmp_path, code).splitlines()
     own = transformers.AutoModelForCausalLM.from_pretrained(model)
     assert float(total) == float(sum(p.detach().double().sum() for p in own.parameters()))
-    assert (size, row) == ("2048", "row 3")
+    assert (size, row) == ("1536", "row 3")
     weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     assert sum(r.sent_bytes for r in hub.recorded(".safetensors")) == weights  # each once
     asked = len(hub.requests)

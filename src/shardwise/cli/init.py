@@ -32,7 +32,7 @@ def init(  # noqa: PLR0913, PLR0917 - one for each option
     ] = None,
     data: Annotated[
         str | None,
-        _option("A file, a directory, a glob, a hub's org/name, or builtin:python-stdlib.", "--data"),
+        _option("A file, a directory, a glob, a hub's org/name, or builtin:stories.", "--data"),
     ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="FILE.toml", help="The file to write.")] = Path("run.toml"),
     lora: Annotated[

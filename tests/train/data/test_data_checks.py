@@ -40,7 +40,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("t.txt", "x" * 99, {"tokenizer": "tokenzer"}, r"data\.tokenizer='tokenzer': no such directory; did you mean"),
         ("t.txt", "x" * 99, {"tokenizer": "."}, r"data\.tokenizer='\.' has no tokenizer"),
-        ("builtin:stdlib", None, {}, r"unknown built-in corpus 'stdlib'; use builtin:python-stdlib"),
+        ("builtin:stdlib", None, {}, r"unknown built-in corpus 'stdlib'; use builtin:stories or builtin:p"),
     ],
 )
 def test_mistakes(name: str, text: str | None, options: dict[str, Any], words: str) -> None:

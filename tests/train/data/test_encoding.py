@@ -72,9 +72,17 @@ def test_a_conversation_without_a_template() -> None:
 
 def test_a_prompt_has_the_tokens_that_generation_gives_it(tmp_path: Path) -> None:
     """Generation tokenizes a prompt as one text, in which the end of the question has other tokens than alone."""
-    from transformers import AutoTokenizer
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
-    inner = AutoTokenizer.from_pretrained(Path(__file__).parents[3] / "recipes" / "python-tokenizer")
+    pipeline = Tokenizer(models.BPE())
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        special_tokens=["<end>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    pipeline.train_from_iterator(["yes?\n\n"], trainer)  # a token of two line ends
+    inner = PreTrainedTokenizerFast(tokenizer_object=pipeline, eos_token="<end>")
+    assert inner.tokenize("1?\n\n")[-1] not in inner.tokenize("1?\n\n###")
     tokenizer = HuggingFaceTokenizer(inner, str(tmp_path))
     encoded = encode_document(Document.of_messages("a", MESSAGES[:2]), tokenizer)
     prompt = encoded.ids[: encoded.is_target.argmax()].tolist()

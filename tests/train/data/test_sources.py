@@ -92,7 +92,7 @@ def test_a_missing_source_is_named_with_its_neighbour(tmp_path: Path) -> None:
 
 
 def test_an_unknown_built_in_corpus() -> None:
-    with pytest.raises(ConfigError, match="unknown built-in corpus 'shakespeare'; use builtin:python-stdlib"):
+    with pytest.raises(ConfigError, match="unknown built-in corpus 'shakespeare'; use builtin:stories or builtin:p"):
         read_documents("builtin:shakespeare")
 
 

@@ -190,14 +190,15 @@ class DataConfig(_Source):
     """`[data]`: the text, and how it becomes sequences."""
 
     source: Annotated[str, Field(min_length=1)] = "builtin:python-stdlib"
-    """"builtin:python-stdlib" (the interpreter's own sources), a file, a directory, a glob, a directory that
-    `save_to_disk` of `datasets` wrote, or a data set on a hub: "org/name" or "org/name@revision". "unset": the user
-    must set it before training starts."""
+    """"builtin:stories" (short stories that a grammar makes up), "builtin:python-stdlib" (the interpreter's own
+    sources), a file, a directory, a glob, a directory that `save_to_disk` of `datasets` wrote, or a data set on a hub:
+    "org/name" or "org/name@revision". "unset": the user must set it before training starts."""
     sources: Annotated[list[SourceConfig] | None, Field(min_length=1), NoneWord] = None
     """Several sources, each a table `[[data.sources]]`; instead of `source` and the keys that belong to it."""
     tokenizer: Annotated[str | None, Field(min_length=1), NoneWord] = None
-    """A directory with a tokenizer, a name on a hub, or "bytes" (256 byte values and one end-of-text token, in a
-    vocabulary of 320); none = the model's own, and "bytes" for a model that starts from random weights and has none."""
+    """A directory with a tokenizer, a name on a hub, "bytes" (256 byte values and one end-of-text token, in a
+    vocabulary of 320), or "builtin:stories" (for that source: 1,536 ids, a token for each of its words); none = the
+    model's own, and "bytes" for a model that starts from random weights and has none."""
     seq_len: PositiveInt = 512
     """Tokens per sequence."""
     document_mask: bool = False

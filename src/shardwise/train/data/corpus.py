@@ -1,15 +1,17 @@
-"""`builtin:python-stdlib`: text that every Python installation contains, so that a first run downloads nothing."""
+"""Built-in corpora, so that a first run downloads nothing: stories that a grammar makes up, and the source code that
+every Python installation has."""
 
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.train.data.blocks import TextFile
+from shardwise.train.data.blocks import Stretch, TextFile
+from shardwise.train.data.stories import Stories
 
 BUILTIN_PREFIX = "builtin:"
-BUILTIN_CORPORA = ("python-stdlib",)
 
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages"})
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
@@ -18,18 +20,21 @@ _TABLES = frozenset({"encodings", "pydoc_data"})
 of Python."""
 
 
-def builtin_files(name: str) -> list[TextFile]:
-    """Return the files of a built-in corpus.
+def builtin(source: str) -> Callable[[], Sequence[Stretch]]:
+    """Return what reads a built-in corpus.
 
     Args:
-        name: the part of `data.source` after `builtin:`.
+        source: `data.source`, which begins with `BUILTIN_PREFIX`.
 
     Raises:
-        ConfigError: there is no corpus with that name, or this Python was installed without its sources.
+        ConfigError: there is no corpus with that name. What is returned raises it if this Python was installed without
+            its sources and is asked for them.
     """
-    if name not in BUILTIN_CORPORA:
-        raise ConfigError(f"data.source: unknown built-in corpus {name!r}; use builtin:{BUILTIN_CORPORA[0]}")
-    return stdlib_files(Path(sysconfig.get_path("stdlib")))
+    name = source.removeprefix(BUILTIN_PREFIX)
+    if name not in _CORPORA:
+        known = " or ".join(BUILTIN_PREFIX + corpus for corpus in _CORPORA)
+        raise ConfigError(f"data.source: unknown built-in corpus {name!r}; use {known}")
+    return _CORPORA[name]
 
 
 def stdlib_files(root: Path) -> list[TextFile]:
@@ -54,3 +59,9 @@ def stdlib_files(root: Path) -> list[TextFile]:
 def _is_left_out(name: str) -> bool:
     folders = name.split("/")[:-1]
     return any(folder in _NOT_STDLIB | _TEST_FOLDERS | _TABLES for folder in folders)
+
+
+_CORPORA: Mapping[str, Callable[[], Sequence[Stretch]]] = {
+    "stories": lambda: [Stories()],
+    "python-stdlib": lambda: stdlib_files(Path(sysconfig.get_path("stdlib"))),
+}

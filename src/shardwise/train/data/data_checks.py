@@ -17,12 +17,12 @@ from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import DataConfig, ModelConfig, SourceConfig
 from shardwise.train.config.tasks import DEFAULT, TaskName
-from shardwise.train.data.corpus import BUILTIN_CORPORA, BUILTIN_PREFIX
+from shardwise.train.data.corpus import BUILTIN_PREFIX, builtin
 from shardwise.train.data.documents import Document
 from shardwise.train.data.holdout import hold_out
 from shardwise.train.data.rows import document_of_row
 from shardwise.train.data.sources import check_keys, counted, find_files, format_of, is_saved, read_documents
-from shardwise.train.data.tokenizer import BYTES, ByteTokenizer
+from shardwise.train.data.tokenizer import BYTES, ByteTokenizer, tokenizer_directory
 
 SMALL_BYTES = 2**20
 """Largest total size of a source's files that is read completely here."""
@@ -39,9 +39,7 @@ def check_data(config: DataConfig, task: TaskName = DEFAULT) -> None:
 def _check_source(config: SourceConfig, data: DataConfig, task: TaskName) -> None:
     check_keys(config)
     if config.source.startswith(BUILTIN_PREFIX):
-        name = config.source.removeprefix(BUILTIN_PREFIX)
-        if name not in BUILTIN_CORPORA:
-            raise ConfigError(f"data.source: unknown built-in corpus {name!r}; use builtin:{BUILTIN_CORPORA[0]}")
+        builtin(config.source)
         return
     if hub_name(config.source) is not None:
         return  # the ranks read it
@@ -109,7 +107,7 @@ def check_fits(vocab_size: int | None, positions: int | None, needed: int | None
 def _check_tokenizer(name: str | None) -> None:
     if name is None or name == BYTES:
         return
-    path = local(name)
+    path = tokenizer_directory(name)
     with reading("data.tokenizer", name):
         if not path.is_dir():
             raise ConfigError(f"data.tokenizer={name!r}: no such directory{nearest_path(path)}")
@@ -152,7 +150,7 @@ def _vocabulary_of(name: str | None) -> int | None:
     if name is None or name == BYTES:
         return ByteTokenizer.vocab_size
     try:
-        found = json.loads((local(name) / "tokenizer.json").read_text(encoding="utf-8"))
+        found = json.loads((tokenizer_directory(name) / "tokenizer.json").read_text(encoding="utf-8"))
         known = found["model"]["vocab"]
         ids = list(known.values()) if isinstance(known, dict) else range(len(known))
         added = [int(token["id"]) for token in found.get("added_tokens", ())]

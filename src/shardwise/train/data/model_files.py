@@ -16,7 +16,7 @@ from shardwise.train.config.files import reading
 from shardwise.train.config.schema import RANDOM, UNSET, Config, ModelConfig
 from shardwise.train.config.tasks import DEFAULT, TaskName, task_for
 from shardwise.train.data.hub_rows import prepare
-from shardwise.train.data.tokenizer import BYTES
+from shardwise.train.data.tokenizer import BUILTIN_TOKENIZERS, BYTES
 
 _MANIFEST = "manifest.json"
 """`checkpoint.format.manifest.NAME`: a cached plan is to import neither that nor numpy."""
@@ -45,7 +45,7 @@ def settled(config: Config) -> Config:
     tokenizer = data.tokenizer
     if tokenizer is None:
         tokenizer = BYTES if model.task == "image-classification" else _own_tokenizer(model)
-    elif tokenizer != BYTES:
+    elif tokenizer != BYTES and tokenizer not in BUILTIN_TOKENIZERS:
         tokenizer = _found("data.tokenizer", tokenizer)
     sources = [_pinned_rows(one.source) for one in data.each_source]
     data = data.with_sources(sources).model_copy(update={"tokenizer": tokenizer})

@@ -15,7 +15,7 @@ from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import UNSET, SourceConfig
 from shardwise.train.data.blocks import KeyedRow, Stretch, TableRows, TextFile
-from shardwise.train.data.corpus import BUILTIN_PREFIX, builtin_files
+from shardwise.train.data.corpus import BUILTIN_PREFIX, builtin
 from shardwise.train.data.documents import Document
 from shardwise.train.data.hub_rows import key_of, prepare
 from shardwise.train.data.rows import document_of_row
@@ -83,7 +83,7 @@ def stretches(
     if name is not None:
         yield TableRows(key_of(name, subset, split), prepare(name, subset, split))
     elif source.startswith(BUILTIN_PREFIX):
-        yield from builtin_files(source.removeprefix(BUILTIN_PREFIX))
+        yield from builtin(source)()
     elif is_saved(source):
         yield TableRows(source, saved_table(source, split))
     else:

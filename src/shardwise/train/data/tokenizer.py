@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BYTES = "bytes"
+BUILTIN_TOKENIZERS = {"builtin:stories": Path(__file__).parent / "stories"}
+"""Directories of the tokenizers that belong to built-in corpora."""
 END_OF_DOCUMENT, PADDING, MASK = "<|endofdocument|>", "<|padding|>", "<|mask|>"
 _BYTE_VALUES = 256
 _PADDED_TO = 64
@@ -122,8 +124,8 @@ def _save(tokenizer: PreTrainedTokenizerBase, renders_plainly: bool, directory: 
 
 
 def load_tokenizer(name: str | None) -> Tokenizer:
-    """Load the tokenizer that `data.tokenizer` names: "bytes" (or None), a directory, or a name of a hub that is in the
-    cache.
+    """Load the tokenizer that `data.tokenizer` names: "bytes" (or None), "builtin:stories", a directory, or a name of a
+    hub that is in the cache.
 
     Raises:
         ConfigError: the directory does not exist, has no tokenizer, or has one without an end-of-document token.
@@ -133,10 +135,15 @@ def load_tokenizer(name: str | None) -> Tokenizer:
     return HuggingFaceTokenizer(pretrained_tokenizer(name), name)
 
 
+def tokenizer_directory(name: str) -> Path:
+    """Return the directory of a tokenizer: a built-in one, or as `hub.local` finds it."""
+    return BUILTIN_TOKENIZERS.get(name) or local(name)
+
+
 def pretrained_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a directory, or of a name of a hub that is in the cache. Raises ConfigError as
     `load_tokenizer`."""
-    path = local(name)
+    path = tokenizer_directory(name)
     with reading("data.tokenizer", name):
         if not path.is_dir():
             hint = nearest_path(path) or '; give a directory with a tokenizer, a name on a hub, or "bytes"'
