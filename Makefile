@@ -31,9 +31,9 @@ $(STAMP): $(RUN_STAMP)
 	@touch $@
 
 train: $(RUN_STAMP)
-	@$(BIN)/shardwise train recipes/quickstart.toml
+	@$(BIN)/shardwise train quickstart
 	@echo "Next, a longer run, which writes better:"
-	@echo "  $(BIN)/shardwise train recipes/quickstart.toml log.name=longer train.steps=2000"
+	@echo "  $(BIN)/shardwise train quickstart log.name=longer train.steps=2000"
 	@echo "what the run has written, and whether it is whole:"
 	@echo "  $(BIN)/shardwise inspect runs/quickstart/final"
 	@echo "docs/user-guide.md has how to fine-tune a model of your own."

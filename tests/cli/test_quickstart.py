@@ -21,7 +21,14 @@ def test_the_quickstart_trains_samples_and_sums_up(tmp_path: Path) -> None:
     command = "from shardwise.cli.main import main; main()"
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     ended = subprocess.run(
-        [sys.executable, "-c", command, "train", str(ROOT / "recipes" / "quickstart.toml"), *SHORT],
+        [
+            sys.executable,
+            "-c",
+            command,
+            "train",
+            str(ROOT / "src" / "shardwise" / "recipes" / "quickstart.toml"),
+            *SHORT,
+        ],
         cwd=tmp_path,
         env={**clean, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"},
         capture_output=True,

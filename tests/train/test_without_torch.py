@@ -40,7 +40,7 @@ def test_rooms_without_torch(tmp_path: Path) -> None:
     names = [name for name in MODULES if name.startswith(ROOMS) and not name.endswith("__init__")]
     assert len(names) >= 15
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(ROOT / "recipes" / "quickstart.toml"), *names],
+        [sys.executable, "-c", PROGRAM, str(ROOT / "src" / "shardwise" / "recipes" / "quickstart.toml"), *names],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,

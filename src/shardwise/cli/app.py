@@ -3,12 +3,12 @@
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from shardwise import __version__
 from shardwise.cli import bench as bench_script
 from shardwise.cli import generate as generate_command
 from shardwise.cli import init as init_command
@@ -22,7 +22,6 @@ from shardwise.errors import UserError
 app = typer.Typer(
     name="shardwise",
     help="Fully sharded data parallel training for PyTorch.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -30,7 +29,9 @@ app = typer.Typer(
 _PROFILED = 3
 """Steps that `--profile` records without a number."""
 
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The run's configuration.")]
+ConfigArgument = Annotated[
+    Path, typer.Argument(metavar="CONFIG.toml", help="The run's configuration, or a recipe's name: quickstart.")
+]
 OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Values that override the configuration's, such as train.lr=1e-4."),
@@ -66,7 +67,7 @@ def _options(
     show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
     if show_version:
-        print(f"shardwise {version('shardwise')}")
+        print(f"shardwise {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -135,11 +136,12 @@ def inspect(
     debug: Annotated[bool, typer.Option("--debug", help="Also show tracebacks of mistakes.")] = False,
 ) -> int:
     """Show the units of a model and the memory of each rank; or what a checkpoint holds and whether it is intact."""
-    if not what.endswith(".toml"):
+    from shardwise.train.config.files import load, recipe_named
+
+    if not what.endswith(".toml") and recipe_named(Path(what)) is None:
         return _inspect_checkpoint(what, overrides or (), quick, tensors)
     from shardwise import device_tools
     from shardwise.cli.inspect import table
-    from shardwise.train.config.files import load
     from shardwise.train.run.preflight import check
 
     print(table(check(load(Path(what), overrides or ()), device_tools.count())))

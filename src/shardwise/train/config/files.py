@@ -20,12 +20,14 @@ from shardwise.suggest import did_you_mean
 from shardwise.toml_text import toml_text
 from shardwise.train.config.schema import Config, Section, SourceConfig
 
+_RECIPES = Path(__file__).parents[2] / "recipes"
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a configuration.
 
     Args:
-        path: a TOML file.
+        path: a TOML file, or the name of one of the package's recipes, such as "quickstart".
         overrides: `section.key=value` strings, applied in order. A value is parsed as TOML; if that fails, it is a
             string.
 
@@ -33,7 +35,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: the file is missing or not TOML, or a key or value is wrong; the message names it.
     """
     path = Path(path)
-    tree = _read(path)
+    tree = _read(recipe_named(path) or path)
     for override in overrides:
         _apply(tree, override)
     log = tree.setdefault("log", {})
@@ -69,11 +71,18 @@ def reading(key: str, path: object) -> Iterator[None]:
         raise ConfigError(f"{key}={str(path)!r}: {where}cannot be read: {error.strerror or error}") from None
 
 
+def recipe_named(path: Path) -> Path | None:
+    """Return the file of the recipe that a path is the name of; None if it is none, or there is such a path."""
+    recipe = _RECIPES / f"{path}.toml"
+    return recipe if len(path.parts) == 1 and not path.exists() and recipe.is_file() else None
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"no configuration file at {path}") from None
+        names = ", ".join(sorted(recipe.stem for recipe in _RECIPES.glob("*.toml")))
+        raise ConfigError(f"no configuration file at {path}; recipes are {names}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
