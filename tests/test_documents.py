@@ -58,7 +58,6 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with small versions of all files that the pages name; not to be changed."""
     place = tmp_path_factory.mktemp("furnished")
     with contextlib.chdir(place):
-        shutil.copytree(ROOT / "src" / "shardwise" / "recipes", "recipes")
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(small_llama()).save_pretrained("my-model")
         tokenizer = pretrained_tokenizer("builtin:stories")

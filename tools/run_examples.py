@@ -4,7 +4,7 @@ python tools/run_examples.py [HEADING ...]
 python tools/run_examples.py tutorial
 
 Without headings it runs every section of docs/examples.md, which takes half an hour on two CPU cores. Commands run in
-an empty directory that has links to examples/ and recipes/; those of the tutorial all in one, with its files.
+an empty directory that has a link to examples/; those of the tutorial all in one, with its files.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def environment() -> dict[str, str]:
 
 def furnish(directory: Path) -> None:
     """Link what commands name into a directory."""
-    for name in ("examples", "recipes"):
-        (directory / name).symlink_to(ROOT / name)
+    (directory / "examples").symlink_to(ROOT / "examples")
 
 
 def write_files_of_the_tutorial(directory: Path) -> None:

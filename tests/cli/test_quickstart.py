@@ -26,7 +26,7 @@ def test_the_quickstart_trains_samples_and_sums_up(tmp_path: Path) -> None:
             "-c",
             command,
             "train",
-            str(ROOT / "src" / "shardwise" / "recipes" / "quickstart.toml"),
+            "quickstart",
             *SHORT,
         ],
         cwd=tmp_path,

@@ -30,7 +30,7 @@ ABORTS_AFTER_DCP = "terminate called without an active exception"
 
 
 def shell(commands: str, directory: Path, forgiven: str | None = None) -> list[str]:
-    """Run commands in a directory, which gets links to examples and recipes; return the lines that they print.
+    """Run commands in a directory, which gets a link to examples; return the lines that they print.
 
     They must succeed, or fail with the `forgiven` words.
     """
