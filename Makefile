@@ -36,6 +36,8 @@ train: $(RUN_STAMP)
 	@echo "  $(BIN)/shardwise train quickstart log.name=longer train.steps=2000"
 	@echo "what the run has written, and whether it is whole:"
 	@echo "  $(BIN)/shardwise inspect runs/quickstart/final"
+	@echo "let it begin another story:"
+	@echo "  $(BIN)/shardwise generate runs/quickstart --prompt 'Once upon a time there was a little bear named Ruby.'"
 	@echo "docs/user-guide.md has how to fine-tune a model of your own."
 
 # Three files of tests at a time, the longest first, each with ranks of its own: tests wait for ranks as much as they work.
