@@ -96,7 +96,7 @@ def test_the_last_override_wins(path: Path) -> None:
             "unknown section [xyz]; the sections are model, lora, data, train, eval, parallel, checkpoint, offload, "
             "hub, log",
         ),
-        ("log.xyz=1", "unknown key log.xyz; [log] has directory, name, every, tensorboard, wandb"),
+        ("log.xyz=1", "unknown key log.xyz; [log] has directory, name, every, tensorboard, wandb, profile"),
         ("lr=1", "override 'lr=1': unknown section [lr]; did you mean train.lr?"),
         ("train=1", "override 'train=1': train is a section; set one of its keys"),
         ("train.lr", "override 'train.lr' must have the form section.key=value, such as train.lr=1e-4"),
