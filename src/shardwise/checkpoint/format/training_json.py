@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from shardwise import __version__
 from shardwise.checkpoint.format.contents import Contents
 from shardwise.errors import CheckpointError, UsageError
 
@@ -14,6 +14,14 @@ NAME = "training.json"
 _FORMAT = 1
 _DEEPEST = 20
 """Most levels of a nested value that an error message leads through."""
+
+
+def package_version() -> str:
+    """Return the version of shardwise that is installed."""
+    try:
+        return version("shardwise")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def check_json(value: object, what: str) -> None:
@@ -55,7 +63,7 @@ def describe(step: int, optimizer: Mapping[str, Any] | None, rng: list[Any], ext
     """Return the document."""
     return {
         "format": _FORMAT,
-        "shardwise": __version__,
+        "shardwise": package_version(),
         "step": step,
         "world_size": len(rng),
         "optimizer": optimizer,

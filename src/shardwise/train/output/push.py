@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from shardwise import __version__, hub
+from shardwise import hub
 from shardwise.checkpoint.format import manifest, names_json, training_json
 from shardwise.checkpoint.format.tensor_files import ADAPTER, ADAPTER_CONFIG, MODEL
 from shardwise.errors import CheckpointError, HubError
@@ -49,7 +50,7 @@ def push(checkpoint: Path, name: str, private: bool = True) -> str:
     contents: dict[str, Path | bytes] = dict(files)
     if CARD not in files:
         contents[CARD] = card(directory, name).encode()
-    return hub.upload(name, contents, private, f"{directory.name} of a run of shardwise {__version__}")
+    return hub.upload(name, contents, private, f"{directory.name} of a run of shardwise {version('shardwise')}")
 
 
 def push_final(config: Config, say: Callable[[str], None]) -> None:
@@ -117,7 +118,7 @@ def card(directory: Path, name: str) -> str:
     task = _task(directory, config)
     sections = [_head(base, sources, adapter, (directory / "config.json").exists(), task), f"# {name}", ""]
     what = "A LoRA adapter" if adapter else "A model"
-    sections.append(f"{what} trained with shardwise {__version__}, from {base or 'random weights'}.")
+    sections.append(f"{what} trained with shardwise {version('shardwise')}, from {base or 'random weights'}.")
     if sources:
         sections.append(f"Data: {', '.join(f'`{source}`' for source in sources)}.")
     sections += [
