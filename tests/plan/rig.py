@@ -219,8 +219,8 @@ def measured(name: str, job: Job) -> Live:
     checkpoint_units(model, job.activation_checkpointing)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     found = []
-    # gloo may free what an all_to_all was given on a thread of its own, of which the profiler does not hear.
-    for step in range(5 if job.cp > 1 else 3):
+    # gloo may free what a collective was given on a thread of its own, of which the profiler does not hear.
+    for step in range(5 if job.ranks_per_batch > 1 else 3):
         with traced() if step > 1 else nullcontext([]) as forward:
             inputs = feed.inputs()
             with torch.autocast("cpu", torch.bfloat16, enabled=job.engine != "shardwise"):

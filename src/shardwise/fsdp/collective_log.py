@@ -21,7 +21,7 @@ import numpy as np
 from shardwise.errors import CollectiveTimeout, MismatchError, one_line
 
 if TYPE_CHECKING:
-    from shardwise.fsdp.collectives import Combine
+    from shardwise.fsdp.collectives import Collectives, Combine
     from shardwise.fsdp.mesh import Mesh
 
 SAME_ORDER = (
@@ -99,6 +99,20 @@ class CollectiveLog:
         for group in self._mesh.groups:
             group.labels.clear()
             group.labels.update(self._labels)
+
+    def watch(self, axes: Sequence[Collectives], alike: bytes) -> None:
+        """Compare with the ranks of these groups as well, which hold other parts of the parameters. Every rank of them
+        must call this.
+
+        alike: what must be equal on the ranks of a group, so that they issue the same collectives; otherwise, it is
+            left out.
+        """
+        for axis in axes:
+            everyone = axis.exchange(alike, lambda left, right: left if left == right else b"")
+            if axis.world_size > 1 and everyone and axis not in self._groups:
+                axis.labels.update({int(point): words for point, words in _WORDS.items()})
+                self._groups.append(axis)
+                self._rank = self._rank * axis.world_size + axis.rank
 
     @staticmethod
     def gather_label(unit_index: int) -> int:

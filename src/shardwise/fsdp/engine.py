@@ -183,6 +183,8 @@ class Engine:
         for index, unit in enumerate(self.units):
             unit.join(self, index)
         self.log.name_units([unit.fqn for unit in self.units])
+        axes = dict.fromkeys(axis for unit in self.units for group in unit.groups for axis in group.axes)
+        self.log.watch([*axes], bytes(1 + unit.parameters.is_pinned for unit in self.units))
         for attach in registered(SEAM):
             attach(self)
 

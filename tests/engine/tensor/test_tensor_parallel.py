@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.errors import ConfigError, LayoutError, MeshError, NotOnPiecesError, UsageError
+from shardwise.errors import ConfigError, LayoutError, MeshError, MismatchError, NotOnPiecesError, UsageError
 from tests.engine.rig import on_ranks
 from tests.engine.tensor.rig import WIDTH, Case, Model, column_and_row, loss_of, sequence, vocabulary
 
@@ -212,3 +212,23 @@ def test_one_data_rank_keeps_the_local_tensors_as_they_are() -> None:
     changed = [name for name, p in model.named_parameters() if not torch.equal(p.local, before[name])]
     assert len(changed) == len(before)
     assert type(model) is Model
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2)])
+def test_ranks_of_a_tensor_group_that_differ_are_named(ranks: Any, shape: tuple[int, ...]) -> None:
+    ranks(shape[0] * shape[1]).run(_skip_a_step, Case(column_and_row, shape=shape))
+
+
+def _skip_a_step(case: Case) -> None:
+    """Ranks 1, 3, ... skip a step, all of one place on the tensor axis. Else they would drift apart, silently."""
+    mesh = case.mesh()
+    _, model = case.build(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = case.batches(mesh, 0)[1][0]
+    for step in range(3):
+        loss_of(model, tokens).backward()
+        if step < 2 or dist.get_rank() % 2 == 0:
+            optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(MismatchError, match=r"rank \d took an optimizer step"):
+        loss_of(model, tokens).backward()
