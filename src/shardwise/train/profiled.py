@@ -9,20 +9,19 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.errors import UserError
+from shardwise.errors import one_line
 from shardwise.model_tools.event_log import shadowed
-from shardwise.plan.search.evaluator import Evaluator
-from shardwise.train.build.job import hardware_here, job_of, source_of
+from shardwise.train.build.job import forecasters_of, hardware_here, job_of
 from shardwise.train.config.schema import Config
 from shardwise.train.data.micro_batch import MicroBatch
 from shardwise.train.loss import StepWeights
 from shardwise.train.profile.advice import advise, faster_settings
 from shardwise.train.profile.rank_file import STEP
-from shardwise.train.profile.session import Session, lines
+from shardwise.train.profile.session import NoProfile, Session, lines
 from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.metrics import MetricsWriter
 from shardwise.train.run.preflight import PROFILE_FROM
-from shardwise.train.run.profiles import COMPUTE, DATA, EVALUATING, OPTIMIZER, SAVING, TRACE
+from shardwise.train.run.profiles import COMPUTE, DATA, EVALUATING, OPTIMIZER, SAVING, TRACE, Profile
 from shardwise.train.trainer import Trainer
 
 
@@ -71,27 +70,31 @@ class ProfiledTrainer(Trainer):
             self._conclude(session, last + 1 - self.config.log.profile)
 
     def _conclude(self, session: Session, first_step: int) -> None:
-        """Write the profile and print its summary. Every rank must call this."""
+        """Write the profile and print its summary, or why there is none: training goes on without. Every rank must call
+        this."""
         self.console.doing("writing the profile")
-        profile = session.end(self._directory.profile, first_step)
-
-        def conclude() -> list[str]:
-            if profile is None:
-                return []
-            advised = replace(profile, advice=tuple(advise(profile, self._faster)))
-            advised.write(self._directory.profile)
-            return lines(advised, self._directory.profile / TRACE)
-
-        for line in self.ranks.work(conclude):
+        try:
+            profile = session.end(self._directory.profile, first_step)
+            told = session.work(lambda: [] if profile is None else self._advised(profile))
+        except NoProfile as error:
+            told = [f"no profile: {error}"]
+        for line in told:
             self.console.say(line)
+
+    def _advised(self, profile: Profile) -> list[str]:
+        """Write the summary, with advice, and return it in words. Not collective."""
+        advised = replace(profile, advice=tuple(advise(profile, self._faster)))
+        advised.write(self._directory.profile)
+        return lines(advised, self._directory.profile / TRACE)
 
     def _faster(self) -> str:
         """Return the change of one setting that gains most. Not collective."""
         try:
             job = job_of(self.config, self.ranks, hardware_here(self.config, self.ranks.device))
-        except UserError as error:
-            return f"no plan of this run can be made ({error})"
-        return faster_settings(job, Evaluator(source_of(self.config, self.task.shape)))
+            with forecasters_of(self.config, self.task.shape) as forecasters:
+                return faster_settings(job, forecasters)
+        except Exception as error:  # the profile is worth having without
+            return f"no plan of this run can be made ({one_line(error)})"
 
     def _noting(self, what: str) -> AbstractContextManager[None]:
         return nullcontext() if self._session is None else self._session.log.noting(what)

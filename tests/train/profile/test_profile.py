@@ -311,6 +311,44 @@ def test_a_profile_leaves_nothing_attached_and_the_losses_as_they_are(
     assert losses("with") == losses("without")
 
 
+def without_profiles(folder: str) -> list[str]:
+    """Train with profiles of which, on the last rank, none can be made. Returns what is printed about them."""
+    import torch
+
+    from shardwise.train import profiled as module
+
+    def cut(self: object, path: str) -> None:
+        Path(path).write_text('{"traceEvents": [')
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such counter")
+
+    printed = io.StringIO()
+    patches = ((torch.profiler.profile, "export_chrome_trace", cut), (torch.profiler.profile, "start", broken))
+    patches += ((module, "advise", broken),)
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        for number, (owner, name, put) in enumerate(patches):
+            with pytest.MonkeyPatch.context() as patch:
+                if torch.distributed.get_rank() == 1 or name == "advise":
+                    patch.setattr(owner, name, put)
+                run_alone("log.profile=2", "train.eval_every=0", f"log.name=run{number}")
+    return [line for line in printed.getvalue().splitlines() if "profile" in line]
+
+
+def test_a_run_goes_on_without_a_profile_that_cannot_be_made(tmp_path: Path, ranks: RankPools) -> None:
+    furnish(tmp_path)
+    told, others = ranks(2).run(without_profiles, str(tmp_path))
+    assert others == []
+    assert told == [
+        "no profile: runs/run0/profile/rank-00001.json was cut short: is the disk full?",
+        "no profile: RuntimeError: no such counter",
+        "no profile: RuntimeError: no such counter",
+    ]
+    for number in range(3):
+        assert (tmp_path / "runs" / f"run{number}" / "final").is_dir()
+        assert not [*(tmp_path / "runs" / f"run{number}").glob("profile/rank-*")]
+
+
 def test_too_many_steps_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     furnish(tmp_path)
     with contextlib.chdir(tmp_path):

@@ -75,11 +75,11 @@ def faster_settings(job: Job, forecast: Callable[[Job], Forecast]) -> str:
     Args:
         job: the run's.
         forecast: the planner.
+
+    Raises:
+        UserError: the run itself cannot be planned.
     """
-    try:
-        before = forecast(job)
-    except UserError as error:
-        return f"no plan of this run can be made ({error})"
+    before = forecast(job)
     best, gain = "", _GAIN
     for change in _changes(job):
         try:

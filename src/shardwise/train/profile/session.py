@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from shardwise import device_tools
-from shardwise.errors import UserError
+from shardwise.errors import UserError, one_line
 from shardwise.model_tools.event_log import EventLog, record_exchanges, recording
 from shardwise.train.process.ranks import Ranks
 from shardwise.train.profile.clocks import offsets
@@ -19,6 +21,12 @@ from shardwise.train.profile.rank_file import RankFile
 from shardwise.train.profile.summary import summarised
 from shardwise.train.profile.trace import write_trace
 from shardwise.train.run.profiles import TRACE, Profile
+
+T = TypeVar("T")
+
+
+class NoProfile(Exception):
+    """A profile cannot be made; the message says why. Raised on every rank."""
 
 
 class Session:
@@ -35,13 +43,22 @@ class Session:
             record_exchanges(channel, self.log, "run", ranks.world_size, self._stack)
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes to standard error
         self._profiler = torch.profiler.profile(activities=_activities(ranks.device))
+        self._failure: Exception | None = None
+        """What kept the profiler from recording."""
         device_tools.wait(ranks.device)
-        self._profiler.start()
+        self._trying(self._profiler.start)
+
+    def _trying(self, call: Callable[[], object]) -> None:
+        if self._failure is None:
+            try:
+                call()
+            except Exception as error:
+                self._failure = error
 
     def close(self) -> None:
         """Stop recording, whatever comes of it. Not collective."""
         device_tools.wait(self._ranks.device)
-        self._profiler.stop()
+        self._trying(self._profiler.stop)
         self._stack.close()
 
     def end(self, directory: Path, first_step: int) -> Profile | None:
@@ -49,21 +66,54 @@ class Session:
         summary, which is not written yet.
 
         Raises:
-            UserError: a file cannot be written. Raised on every rank.
+            NoProfile: a rank could not record, or a file cannot be written.
         """
         self.close()
-        self._ranks.work(lambda: self._write_own(directory))
-        return self._ranks.work(lambda: self._put_together(directory, first_step) if self._ranks.is_first else None)
+        try:
+            self.work(lambda: self._write_own(directory))
+            return self.work(lambda: self._put_together(directory, first_step) if self._ranks.is_first else None)
+        except NoProfile:
+            with suppress(OSError):
+                _file(directory, self._ranks.rank).unlink(missing_ok=True)
+            raise
+
+    def work(self, task: Callable[[], T]) -> T:
+        """Run a task as `Ranks.work`, to its end on every rank. Every rank must call this.
+
+        Raises:
+            NoProfile: a task raised an Exception; of several, the first rank's is named.
+        """
+        results: list[T] = []
+
+        def attempt() -> str:
+            try:
+                results.append(task())
+            except UserError as error:
+                return str(error)
+            except Exception as error:
+                return one_line(error, with_type=True)
+            return ""
+
+        failures = [*filter(None, self._ranks.all_gather_object(self._ranks.work(attempt)))]
+        if failures:
+            raise NoProfile(failures[0])
+        return results[0]
 
     def _write_own(self, directory: Path) -> None:
+        if self._failure is not None:
+            raise self._failure
         raw = directory / f"rank-{self._ranks.rank:05d}.json"
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._profiler.export_chrome_trace(str(raw))
             RankFile.write(_file(directory, self._ranks.rank), self.log, json.loads(raw.read_text(encoding="utf-8")))
-            raw.unlink()
         except OSError as error:
-            raise UserError(f"the profile cannot be written to {directory}: {error.strerror or error}") from None
+            raise _not_written(directory, error) from None
+        except json.JSONDecodeError:  # torch does not say that it could not write it all
+            raise UserError(f"{raw} was cut short: is the disk full?") from None
+        finally:
+            with suppress(OSError):
+                raw.unlink(missing_ok=True)
 
     def _put_together(self, directory: Path, first_step: int) -> Profile:
         """Read all ranks' files, write the trace and return the summary."""
@@ -80,8 +130,12 @@ class Session:
                 if rank not in missing:
                     path.unlink()
         except OSError as error:
-            raise UserError(f"the profile cannot be written to {directory}: {error.strerror or error}") from None
+            raise _not_written(directory, error) from None
         return summarised(files, first_step, max(one.within_ns for one in self._offsets), missing)
+
+
+def _not_written(directory: Path, error: OSError) -> UserError:
+    return UserError(f"the profile cannot be written to {directory}: {error.strerror or error}")
 
 
 def _file(directory: Path, rank: int) -> Path:
