@@ -153,7 +153,7 @@ class Trainer:
         Args:
             config: already fitted to the number of ranks (`Config.for_ranks`).
         """
-        self.launches = LaunchLog()
+        self.launches = LaunchLog(console.say)
         quiet_transformers()
         self.config = config
         self.ranks = ranks
@@ -353,7 +353,7 @@ class Trainer:
         self._sum_up(directory, footprint)
         if self.ranks.is_first:
             self.launches.write(self.taken)
-            leave_report(directory, facts_of(self.model, memory, self._planned()), self.console.say)
+            leave_report(directory, lambda: facts_of(self.model, memory, self._planned()), self.console.say)
 
     def _planned(self) -> auto.Outlook | None:
         """Return the plan of this run; None for a run so short that a plan would take longer. Not collective."""
@@ -463,6 +463,7 @@ class Trainer:
             metrics = self._read(self.unread.popleft())
             if writer is not None:
                 writer.step(metrics)
+            self.launches.keep_up(metrics.step)
             self.console.step(metrics)
 
     def _read(self, taken: TakenStep) -> StepMetrics:

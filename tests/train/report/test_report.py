@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from shardwise.cli.app import run
 from shardwise.errors import UserError
 from shardwise.train import trainer
+from shardwise.train.config.files import load
 from shardwise.train.report.curves import thinned
 from shardwise.train.report.findings import findings
-from shardwise.train.report.page import INSTALL, page_html
+from shardwise.train.report.page import INSTALL, leave_report, page_html
 from shardwise.train.report.run_log import RunLog
-from shardwise.train.run.facts import Planned
+from shardwise.train.run.directory import RunDirectory
+from shardwise.train.run.facts import Facts, Planned
 from shardwise.train.run.launches import LaunchLog
 from tests.browser import in_browser, opened
 from tests.train.report.rig import made_up, rows
@@ -47,7 +49,7 @@ def test_a_thinned_curve_keeps_its_ends_its_extremes_and_its_gaps(y: list[float 
 def test_a_launch_is_told_by_its_last_line(tmp_path: Path) -> None:
     now = iter([100.0, 100.0, 110.0, 110.0, 130.0, 200.0, 200.0, 205.0, 205.0])
     for first in (0, 25):
-        log = LaunchLog(clock=lambda: next(now))
+        log = LaunchLog(print, clock=lambda: next(now))
         log.open(tmp_path / "launches.jsonl", first, 2, "CPU")
         if first == 0:  # the second one is killed in its first step
             log.add("steps", 15.0)
@@ -61,7 +63,7 @@ def test_a_launch_is_told_by_its_last_line(tmp_path: Path) -> None:
 
 def test_goodput_is_the_part_of_the_time_in_steps_that_count(tmp_path: Path) -> None:
     now = iter([1.0, 1.0, 11.0, 11.0, 61.0])
-    log = LaunchLog(clock=lambda: next(now))
+    log = LaunchLog(print, clock=lambda: next(now))
     log.open(tmp_path / "launches.jsonl", 0, 2, "CPU")
     for what, seconds in (("steps", 40.0), ("saves", 6.0)):
         log.add(what, seconds)
@@ -74,6 +76,53 @@ def test_goodput_is_the_part_of_the_time_in_steps_that_count(tmp_path: Path) -> 
     words = [one.what for one in findings(found)]
     assert "saves took 10% of the time" in words
     assert "steps that were lost and taken again took 17% of the time" in words
+
+
+def test_steps_after_the_last_line_of_a_launch_count(tmp_path: Path) -> None:
+    """A launch of 40 steps is killed after its half-minute's line, and resumed from step 30; the second one was killed
+    after step 50, of which only `metrics.jsonl` knows, while it wrote a line."""
+    now = iter([0.0, 0.0, 10.0, 10.0, 39.0, 41.0, 41.0, 100.0, 100.0, 110.0, 110.0])
+    file, said = tmp_path / "launches.jsonl", list[str]()
+    for first in (0, 30):
+        log = LaunchLog(said.append, clock=lambda: next(now))
+        log.open(file, first, 2, "CPU")
+        if not first:
+            log.add("steps", 20.0)
+            log.keep_up(38)  # too early
+            log.keep_up(40)
+    file.write_text(file.read_text() + '{"began_s": 1')
+    made = made_up(tmp_path / "run", rows(50))
+    file.rename(made / "launches.jsonl")
+    found = RunLog.read(made)
+    assert found.time_spent == {"steps": 25.0, "steps taken again": 5.0, "setup": 20.0, "other": 11.0}
+    assert found.goodput == 25 / 61
+    assert said == []
+
+
+def test_a_run_goes_on_if_its_launches_or_facts_cannot_be_written(tmp_path: Path) -> None:
+    made, said = made_up(tmp_path / "run", rows(3)), list[str]()
+    log = LaunchLog(said.append)
+    log.open(tmp_path / "nowhere" / "launches.jsonl", 0, 2, "CPU")
+    log.write(3)
+
+    def facts() -> Facts:
+        raise ValueError("no facts")
+
+    leave_report(RunDirectory(made), facts, said.append)
+    assert said == [
+        f"{tmp_path}/nowhere/launches.jsonl cannot be written: No such file or directory; the run goes on without it",
+        "no report: ValueError: no facts",
+    ]
+
+
+def test_a_finished_run_that_is_continued_has_not_finished(tmp_path: Path) -> None:
+    made = made_up(tmp_path / "run", rows(30))
+    assert RunLog.read(made).is_finished
+    config = (made / "config.toml").read_text().replace("steps = 30", "steps = 60")
+    (made / "config.toml").write_text(config)
+    assert RunLog.read(made).is_finished  # one that stopped early
+    RunDirectory(made).begin(load(made / "config.toml"), 30)
+    assert not RunLog.read(made).is_finished
 
 
 # What stands out ------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class Trainer:
 
     def __init__(self, config: Config, processes: RunProcesses, devices: list[Any], console: RunConsole) -> None:
         """config: already fitted to the number of devices (`Config.for_ranks`)."""
-        self.launches = LaunchLog()
+        self.launches = LaunchLog(console.say)
         self.config, self.processes, self.console = config, processes, console
         train = config.train
         assert train.global_batch is not None, "Config.for_ranks fills it in"
@@ -193,7 +193,7 @@ class Trainer:
             self._end(directory, state, footprint)
         if self.processes.is_first:
             self.launches.write(self.taken)
-            leave_report(directory, Facts(), self.console.say)
+            leave_report(directory, Facts, self.console.say)
 
     def _first_state(self) -> Any:
         """Return the state that training begins with: from a checkpoint, from pretrained weights, or initialised at
@@ -258,6 +258,7 @@ class Trainer:
             metrics = self._read(self.unread.popleft())
             if writer is not None:
                 writer.step(metrics)
+            self.launches.keep_up(metrics.step)
             self.console.step(metrics)
 
     def _read(self, taken: TakenStep) -> StepMetrics:

@@ -46,11 +46,11 @@ def write_report(path: Path, run: RunLog, against: RunLog | None = None) -> None
     write_page(page_html(run, against), path)
 
 
-def leave_report(directory: RunDirectory, facts: Facts, say: Callable[[str], None]) -> None:
-    """Write the facts and the report, and say where it is, or why there is none: a run that is done does not fail for
-    its report. Rank 0 only."""
+def leave_report(directory: RunDirectory, facts: Callable[[], Facts], say: Callable[[str], None]) -> None:
+    """Find the facts, write them and the report, and say where it is, or why there is none: a run that is done does not
+    fail for its report. Rank 0 only."""
     try:
-        facts.write(directory.facts)
+        facts().write(directory.facts)
         write_report(directory.report, RunLog.read(directory.path))
     except UserError as error:
         say(f"no report: {error}")
@@ -108,19 +108,23 @@ def _figures(run: RunLog) -> dict[str, str]:
     """Return what is told first about a run, by name."""
     last = run.steps[-1]
     held_out = [row["loss"] for row in run.evaluations if row.get("loss") is not None]
-    unit = "tokens" if run.config.get("model", {}).get("task", "causal-lm") != "image-classification" else "rows"
     losses = [loss for loss in run.column("loss")[-10:] if loss is not None]
     found = {
         "steps": f"{last['step']:,}" if run.is_finished else f"{last['step']:,} of {run.config['train']['steps']:,}",
         "loss, last 10 steps": f"{statistics.fmean(losses):.4f}" if losses else "not finite",
         "held-out loss": f"{held_out[-1]:.4f}" if held_out else "",
         "step, median": f"{_seconds(run.step_time_s)} s",
-        f"{unit}/s, median": f"{statistics.median(row['tokens_per_s'] for row in run.steps):,.0f}",
+        f"{_unit(run)}/s, median": f"{statistics.median(row['tokens_per_s'] for row in run.steps):,.0f}",
         "memory of a rank": format_bytes(sum(run.peak.values())),
         "ranks": str(run.world_size),
         "goodput": "" if run.goodput is None else f"{run.goodput:.0%}",
     }
     return {name: value for name, value in found.items() if value}
+
+
+def _unit(run: RunLog) -> str:
+    """Return what a run's throughput counts."""
+    return "rows" if run.config.get("model", {}).get("task") == "image-classification" else "tokens"
 
 
 def _rows_of(columns: Mapping[str, Mapping[str, str]]) -> list[tuple[str, list[str]]]:
@@ -147,7 +151,12 @@ def _charts(shown: Sequence[Shown]) -> list[dict[str, Any]]:
         curves.chart("loss", "Loss", "nats per target", losses),
         curves.chart("lr", "Learning rate", "", each("lr")),
         curves.chart("grad-norm", "Gradient norm, before clipping", "", each("grad_norm"), log=True),
-        curves.chart("throughput", "Throughput", "tokens/s", each("tokens_per_s")),
+        curves.chart(
+            "throughput",
+            "Throughput",
+            " or ".join(sorted({f"{_unit(one.run)}/s" for one in shown})),
+            each("tokens_per_s"),
+        ),
     ]
     return [chart for chart in charts if chart is not None]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ class RunLog:
     """In order."""
     facts: Facts
     is_finished: bool
+    """Whether there is a trained model, and no launch that continues the run is on its way."""
     profile: Profile | None
 
     @classmethod
@@ -51,15 +54,17 @@ class RunLog:
             raise UserError(f"{path}: the run has not taken a step yet, so there is nothing to report")
         try:
             text = directory.config.read_text(encoding="utf-8")
+            config = tomllib.loads(text)
+            has_ended = directory.facts.exists() or steps[-1]["step"] >= config["train"]["steps"]
             return cls(
                 name=path.resolve().name,
-                config=tomllib.loads(text),
+                config=config,
                 config_text=text,
                 steps=steps,
                 evaluations=_rows(directory.evaluations),
-                launches=_last_of_each(_rows(directory.launches)),
+                launches=_launches(directory.launches),
                 facts=Facts.read(directory.facts),
-                is_finished=directory.is_finished,
+                is_finished=directory.is_finished and has_ended,
                 profile=Profile.read(directory.profile),
             )
         except OSError as error:
@@ -97,12 +102,15 @@ class RunLog:
     @property
     def time_spent(self) -> dict[str, float]:
         """Seconds by what launches spent them on, in order. Steps that count are those that are part of the run: ones
-        that were taken again after a crash count under "steps taken again"."""
-        kept_s = sum(row["step_time_s"] for row in self.steps)
-        total_s = sum(launch.now_s - launch.began_s for launch in self.launches)
+        that were taken again after a crash count under "steps taken again". The last launch may have taken steps after
+        its last line; earlier ones did not, as far as is known."""
+        told = self.launches[-1].step if self.launches else math.inf
+        later_s = sum(row["step_time_s"] for row in self.steps if row["step"] > told)
+        total_s = later_s + sum(launch.now_s - launch.began_s for launch in self.launches)
         by_kind = {kind: sum(one.spent_s.get(kind, 0.0) for one in self.launches) for kind in _IN_WORDS}
-        lost_s = max(0.0, by_kind[STEPS] - kept_s)
-        found = {_IN_WORDS[STEPS]: min(kept_s, total_s), "steps taken again": lost_s}
+        taken_s = later_s + by_kind[STEPS]
+        kept_s = min(taken_s, sum(row["step_time_s"] for row in self.steps))
+        found = {_IN_WORDS[STEPS]: kept_s, "steps taken again": taken_s - kept_s}
         found |= {words: by_kind[kind] for kind, words in _IN_WORDS.items() if kind != STEPS}
         found["other"] = max(0.0, total_s - sum(found.values()))
         return {words: seconds for words, seconds in found.items() if seconds > 1e-3 * total_s}
@@ -139,5 +147,12 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _last_of_each(rows: Sequence[dict[str, Any]]) -> list[Launch]:
-    return list({launch.began_s: launch for launch in map(Launch.of, rows)}.values())
+def _launches(path: Path) -> list[Launch]:
+    """Return the launches in a file, each by its last whole line: a launch that was killed may leave a torn one, which
+    the next one's first line then follows."""
+    found: dict[float, Launch] = {}
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        with suppress(ValueError, TypeError):
+            launch = Launch.of(json.loads(line))
+            found[launch.began_s] = launch
+    return list(found.values())

@@ -119,6 +119,7 @@ class RunDirectory:
             dropped = self.metrics.exists() and not steps
             self.path.mkdir(parents=True, exist_ok=True)
             self.config.write_text(dump_toml(config), encoding="utf-8")
+            self.facts.unlink(missing_ok=True)
             for log in (self.metrics, self.evaluations):
                 _keep(log, steps)
             for answers in self.answers.glob("step-*.jsonl"):
@@ -127,7 +128,7 @@ class RunDirectory:
             if not steps:
                 for directory in (self.tensorboard, self.profile):
                     shutil.rmtree(directory, ignore_errors=True)
-                for file in (self.wandb_id, self.launches, self.facts, self.report):
+                for file in (self.wandb_id, self.launches, self.report):
                     file.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot write the run directory {self.path}: {error.strerror}") from None

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Self
 
 SETUP, STEPS, EVALUATIONS, SAVES, EXPORT = "setup", "steps", "evaluations", "saves", "export"
+_EVERY_S = 30.0
+"""Seconds between the lines of a launch that takes steps, and does nothing else."""
 
 
 @dataclass(slots=True)
@@ -21,7 +23,8 @@ class Launch:
     began_s: float
     """When it began, in seconds of Unix time."""
     now_s: float
-    """When the line was written: the last one of a launch that was killed is of its last save or evaluation."""
+    """When the line was written: the last one of a launch that was killed is at most a step, an evaluation, or half a
+    minute older than its end."""
     first_step: int
     """Number of steps taken before it."""
     step: int
@@ -41,8 +44,14 @@ class Launch:
 class LaunchLog:
     """The time that this launch spends on what; on rank 0 also its lines in the file."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        """The launch begins now. `clock`: returns Unix time in seconds."""
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
+        """The launch begins now.
+
+        Args:
+            say: called with one line, once, if the file cannot be written.
+            clock: returns Unix time in seconds.
+        """
+        self._say = say
         self._clock = clock
         self._file: Path | None = None
         self.launch = Launch(clock(), clock(), 0, 0, 1, "")
@@ -70,8 +79,19 @@ class LaunchLog:
             self.add(what, time.perf_counter() - began)
 
     def write(self, step: int) -> None:
-        """Add a line, where a file is open: `step` steps have been taken so far."""
+        """Add a line, where a file is open: `step` steps have been taken so far. After a failure, which is said, no
+        more lines are added."""
         self.launch.step, self.launch.now_s = step, self._clock()
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(self.launch)) + "\n")
+        except OSError as error:
+            self._say(f"{self._file} cannot be written: {error.strerror or error}; the run goes on without it")
+            self._file = None
+
+    def keep_up(self, step: int) -> None:
+        """Add a line if the last one is old: `step` steps have been taken so far."""
+        if self._clock() - self.launch.now_s >= _EVERY_S:
+            self.write(step)
