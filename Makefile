@@ -20,7 +20,7 @@ $(RUN_STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)  # one that was interrupted has no pip
 	@echo "[2/3] PyTorch 2.13.0, by far the largest part"
 	@$(PIP) torch==2.13.0
-	@echo "[3/3] shardwise, transformers and the terminal's"
+	@echo "[3/3] shardwise, transformers, and what its terminal and its reports need"
 	@$(PIP) -e '.[cli]'
 	@touch $@
 

@@ -138,7 +138,7 @@ def inspect(
     """Show the units of a model and the memory of each rank; or what a checkpoint holds and whether it is intact."""
     from shardwise.train.config.files import load, recipe_named
 
-    if not what.endswith(".toml") and recipe_named(Path(what)) is None:
+    if not what.endswith(".toml") and (Path(what).is_dir() or recipe_named(Path(what)) is None):
         return _inspect_checkpoint(what, overrides or (), quick, tensors)
     from shardwise import device_tools
     from shardwise.cli.inspect import table
@@ -299,8 +299,10 @@ def bench(context: typer.Context) -> int:
 
 
 def _with_steps(arguments: Sequence[str]) -> list[str]:
-    """Return the command line with the number of steps behind a `--profile` that is given without one, which the parser
-    cannot leave out."""
+    """Return the command line with the number of steps behind a `--profile` of `train` that is given without one, which
+    the parser cannot leave out."""
+    if not arguments or arguments[0] != "train":
+        return [*arguments]
     after = [*arguments[1:], ""]
     bare = [
         one == "--profile" and not then.lstrip("-").isdecimal() for one, then in zip(arguments, after, strict=False)

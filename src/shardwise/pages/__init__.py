@@ -52,9 +52,7 @@ def filled(template: str, filters: Mapping[str, Callable[..., object]] | None = 
     try:
         import jinja2
     except ImportError:
-        raise UserError(
-            "writing the page needs jinja2, which is not installed: pip install 'shardwise[train]'"
-        ) from None
+        raise UserError("writing the page needs jinja2, which is not installed: pip install 'shardwise[cli]'") from None
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("shardwise.pages"),
         autoescape=True,

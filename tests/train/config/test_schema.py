@@ -179,6 +179,12 @@ def test_files_that_cannot_be_read(path: Path, text: str | None, message: str) -
         load(path)
 
 
+def test_a_folder_with_the_name_of_a_recipe_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    assert load("quickstart").log.name == "quickstart"
+
+
 def test_a_configuration_is_frozen(path: Path) -> None:
     with pytest.raises(ValueError, match="frozen"):
         load(path).train.steps = 3  # type: ignore[misc]

@@ -357,8 +357,11 @@ def test_too_many_steps_are_refused_in_one_line(tmp_path: Path, capsys: pytest.C
         assert run(["train", "tiny.toml", "--profile", "5"]) == 2
         assert run(["train", "tiny.toml", "--profile", "-1"]) == 2
         assert run(["train", "tiny.toml", "train.steps=4", "--profile"]) == 2
+        assert run(["report", "--profile"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4
+    assert "--profile=3" not in lines[3]
+    assert "--profile" in lines[3]
     assert lines[0].startswith("error: log.profile=5: with train.steps=6")
     assert lines[1].startswith("error: tiny.toml: log.profile = -1: ")
     assert lines[2].startswith("error: log.profile=3: with train.steps=4 at most 2 steps can be profiled")

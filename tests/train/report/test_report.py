@@ -228,6 +228,14 @@ def test_the_table_of_memory_has_what_was_planned_and_what_the_fullest_rank_held
     assert "a step takes 0.5 s, and was planned to take 0.4 s, 25% of it waiting for communication" in page
 
 
+def test_throughput_is_in_the_unit_of_the_run(tmp_path: Path) -> None:
+    made = made_up(tmp_path / "run", rows(3))
+    config = (made / "config.toml").read_text()
+    assert "rows/s" not in page_html(RunLog.read(made)).split("</script>")[-2]
+    (made / "config.toml").write_text(f'[model]\ntask = "image-classification"\n{config}')
+    assert '"rows/s"' in page_html(RunLog.read(made)).split("</script>")[-2]
+
+
 def test_a_long_run_is_compared_with_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     furnish(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -240,7 +248,9 @@ def test_a_long_run_is_compared_with_its_plan(tmp_path: Path, monkeypatch: pytes
     assert planned.words.endswith("s per step (A server processor's core)")
     assert planned.memory["param_shards"] == found.peak["param_shards"]
     assert planned.memory["optimizer"] == pytest.approx(found.peak["optimizer"], rel=0.01)
-    assert "and was planned to take" in (tmp_path / "runs" / "tiny" / "report.html").read_text()
+    page = (tmp_path / "runs" / "tiny" / "report.html").read_text()
+    assert "Planned: full_shard, micro-batch 2x4" in page
+    assert "was planned to take" not in page  # that processor is not this one
 
 
 # The command ----------------------------------------------------------------------------------------------------------

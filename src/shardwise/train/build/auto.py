@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,8 @@ class Outlook:
     """Seconds of a step in which computation waits for communication."""
     device: str
     """The title of the device that was planned for."""
+    is_this_device: bool = True
+    """False if that is a packaged description of some processor, whose times are not this one's."""
 
 
 def settle(config: Config, text: TextShape, ranks: Ranks) -> tuple[Config, Outlook | None]:
@@ -98,8 +100,9 @@ def outlook_of(config: Config, text: TextShape, ranks: Ranks) -> Outlook:
     """Return the forecast of a run whose strategy is decided. Not collective. Raises UserError for a run that cannot be
     planned."""
     job = job_of(config, ranks, hardware_here(config, ranks.device))
+    is_this_device = ranks.device.type != "cpu" or config.parallel.hardware is not None
     with forecasters_of(config, text) as forecasters:
-        return _outlook(forecasters(job))
+        return replace(_outlook(forecasters(job)), is_this_device=is_this_device)
 
 
 def _best(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) -> Forecast:

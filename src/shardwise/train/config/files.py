@@ -72,9 +72,9 @@ def reading(key: str, path: object) -> Iterator[None]:
 
 
 def recipe_named(path: Path) -> Path | None:
-    """Return the file of the recipe that a path is the name of; None if it is none, or there is such a path."""
+    """Return the file of the recipe that a path is the name of; None if it is none, or there is such a file."""
     recipe = _RECIPES / f"{path}.toml"
-    return recipe if len(path.parts) == 1 and not path.exists() and recipe.is_file() else None
+    return recipe if len(path.parts) == 1 and not path.is_file() and recipe.is_file() else None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -41,5 +41,6 @@ def facts_of(model: nn.Module, memory: Sequence[Mapping[str, int]], outlook: Out
     planned = None
     if outlook is not None:
         words = f"{outlook.words.removeprefix('planned: ')} ({outlook.device})"
-        planned = Planned(words, outlook.memory, outlook.step_time_s, outlook.exposed_comm_s)
+        step_time_s = outlook.step_time_s if outlook.is_this_device else None
+        planned = Planned(words, outlook.memory, step_time_s, outlook.exposed_comm_s)
     return Facts(units, tuple(memory), planned)

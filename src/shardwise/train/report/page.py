@@ -21,7 +21,7 @@ from shardwise.train.run.profiles import PEER, TRANSFER, Profile
 
 _PHASES = {name: colour for name, colour in PHASES.items() if name != WAITING}
 _PHASES |= {PEER: PHASES[WAITING], TRANSFER: "#9a5fc0"}
-INSTALL = "pip install 'shardwise[train]'"
+INSTALL = "pip install 'shardwise[cli]'"
 
 
 class Shown(NamedTuple):

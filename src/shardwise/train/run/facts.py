@@ -32,7 +32,8 @@ class Planned:
     """The configuration that was planned, and its device."""
     memory: Mapping[str, int]
     """Bytes by kind at the peak of a step."""
-    step_time_s: float
+    step_time_s: float | None
+    """None if the plan is for another device than the ranks have."""
     exposed_comm_s: float
     """Seconds of a step in which computation waits for communication."""
 

@@ -9,7 +9,7 @@ from shardwise.train.data.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 48
 NEW_TOKENS = 160
-TEMPERATURE = 0.7
+TEMPERATURE = 0.3
 
 
 class Sample(NamedTuple):
