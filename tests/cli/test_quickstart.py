@@ -63,7 +63,7 @@ def _check_table(shown: str, memory: dict[str, int | None]) -> None:
     columns = zip(*(re.findall(SIZE, sizes) for sizes in rows.values()), strict=True)
     ours, ddp = (dict(zip(rows, map(_bytes, column), strict=True)) for column in columns)
     for kind in set(rows) - {"all"}:
-        assert ours[kind] == pytest.approx(memory[kind], rel=0.01)  # rank 0's; the other's are as large
+        assert ours[kind] == pytest.approx(memory[kind], rel=0.02)  # rank 0's; sizes have one decimal
     for kind in ("param_shards", "grad_shards", "optimizer"):
         assert ours[kind] / ddp[kind] == pytest.approx(0.5, abs=0.01)  # of sizes with one decimal
     assert ddp["gathered_slots"] == ddp["reduce_slots"] == 0
