@@ -240,6 +240,7 @@ class RankPool:
                 "MASTER_PORT": str(self._store.port),
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
+                "SHARDWISE_HANG_TIMEOUT_S": "0",  # tests make ranks wait; tests/watchdog has ranks of its own
                 "SHARDWISE_POISON": "1",
                 **self._env,
             }

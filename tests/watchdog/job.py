@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.train.process.ranks import Ranks
+
 STEPS, FAULTY = 9, 5
 RANK = int(os.environ["RANK"])
+TIMEOUT_S = float(os.environ.get("SHARDWISE_HANG_TIMEOUT_S", "20"))
 
 
 class Net(nn.Module):
@@ -51,7 +54,7 @@ def do_wrong(fault: str, model: nn.Module) -> None:
     if fault == "data loading hangs":
         threading.Event().wait()
     elif fault == "works for long":
-        until = time.monotonic() + 3 * float(os.environ["SHARDWISE_HANG_TIMEOUT_S"])
+        until = time.monotonic() + 3 * TIMEOUT_S
         while time.monotonic() < until:
             sum(range(1000))
     elif fault == "native code holds the lock":
@@ -86,6 +89,9 @@ def main() -> None:
                 do_wrong(fault, model)
             if fault == "slow":
                 time.sleep(1.5)
+        if fault == "a task of one rank takes long" and step == FAULTY:
+            ranks = Ranks(RANK, dist.get_world_size(), torch.device("cpu"))
+            ranks.work(lambda: time.sleep(2 * TIMEOUT_S if RANK == 1 else 0))
         model(torch.ones(4, 32)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -32,9 +32,9 @@ class Ended:
 
 
 def play(
-    engine: str, fault: str, directory: Path, timeout_s: float = 6, world_size: int = 3, most_s: float = 90
+    engine: str, fault: str, directory: Path, timeout_s: float | None = 6, world_size: int = 3, most_s: float = 90
 ) -> Ended:
-    """Run the job, and kill what is left of it `most_s` after the fault."""
+    """Run the job, and kill what is left of it `most_s` after the fault. `timeout_s`: None = the user has set none."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {
@@ -44,8 +44,7 @@ def play(
         "WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-        "SHARDWISE_HANG_TIMEOUT_S": str(timeout_s),
-    }
+    } | ({} if timeout_s is None else {"SHARDWISE_HANG_TIMEOUT_S": str(timeout_s)})
     job = [sys.executable, str(Path(__file__).with_name("job.py")), engine, fault, str(directory)]
     files = [directory / f"stderr-{rank}" for rank in range(world_size)]
     ranks = []

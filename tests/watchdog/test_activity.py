@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from shardwise.errors import ConfigError
 from shardwise.watchdog import activity
@@ -35,7 +41,7 @@ def stillness() -> float:
     watched = activity.Activity()
     for _ in range(8):
         time.sleep(0.1)
-        watched.look()
+        watched.look(activity.working_thread())
     return watched.still_s
 
 
@@ -50,11 +56,17 @@ def compute_elsewhere(until: threading.Event) -> None:
     other.join()
 
 
+def compute_in_grandchild(until: threading.Event) -> None:
+    with subprocess.Popen(["sh", "-c", "while :; do :; done & wait"], start_new_session=True) as shell:
+        until.wait()
+        os.killpg(shell.pid, signal.SIGKILL)
+
+
 def test_a_thread_that_waits_stands_still() -> None:
     assert seen(stillness, threading.Event.wait) > 0.5
 
 
-@pytest.mark.parametrize("doing", [compute, compute_elsewhere])
+@pytest.mark.parametrize("doing", [compute, compute_elsewhere, compute_in_grandchild])
 def test_a_process_that_computes_moves(doing: Callable[[threading.Event], object]) -> None:
     assert seen(stillness, doing) < 0.5
 
@@ -87,6 +99,24 @@ def test_a_collective_of_a_script_is_told_from_what_it_does_otherwise(ranks: Any
     assert "test_activity.py" in site
     assert not other_waits
     assert not other_name
+
+
+def multiply(until: threading.Event) -> None:
+    mesh = DeviceMesh("cpu", [0])
+    one, other = (distribute_tensor(torch.ones(256, 256), mesh, [Replicate()]) for _ in range(2))
+    while not until.is_set():
+        one @ other
+
+
+def of_a_tensor_axis(ranks: int) -> int:
+    def looks() -> int:
+        return sum([time.sleep(0.02) or activity.waits_for_ranks(activity.working_thread()) for _ in range(30)])
+
+    return int(seen(looks, multiply))
+
+
+def test_computing_with_dtensors_is_not_waiting(ranks: Any) -> None:
+    assert ranks(1).run(of_a_tensor_axis, 1)[0] <= 6
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "inf"])

@@ -16,13 +16,13 @@ def status(
 WAITS = status(State.WAITS)
 
 
-def diagnosed(*statuses: Status, late: bool = False) -> Diagnosis:
-    found = diagnose(dict(enumerate(statuses)), 10, late)
+def diagnosed(*statuses: Status, all_ranks: int | None = None) -> Diagnosis:
+    found = diagnose(dict(enumerate(statuses)), 10, all_ranks or len(statuses))
     assert found is not None
     return found
 
 
-@pytest.mark.parametrize("state", [State.STILL, State.STOPPED, State.SILENT, State.GONE])
+@pytest.mark.parametrize("state", [State.STILL, State.STOPPED])
 def test_a_rank_that_will_not_come_is_a_hang(state: State) -> None:
     found = diagnosed(WAITS, WAITS, status(state), WAITS)
     assert found.is_hang
@@ -32,10 +32,16 @@ def test_a_rank_that_will_not_come_is_a_hang(state: State) -> None:
     assert found.details[-1] == "  ranks 0-1, 3 wait at the all_gather of unit 'a', called at train.py:3"
 
 
-def test_a_rank_that_works_may_come_until_it_is_late() -> None:
-    statuses = WAITS, status(State.WORKS)
-    assert not diagnosed(*statuses).is_hang
-    assert diagnosed(*statuses, late=True).is_hang
+@pytest.mark.parametrize(("state", "given_up"), [(State.WORKS, False), (State.SILENT, True), (State.GONE, True)])
+def test_a_rank_that_may_come_yet_is_given_up_late_or_never(state: State, given_up: bool) -> None:
+    assert not diagnosed(WAITS, status(state)).is_hang
+    assert diagnosed(status(State.WAITS, for_s=41), status(state)).is_hang == given_up
+
+
+def test_ranks_may_wait_for_one_that_is_not_watched() -> None:
+    found = diagnosed(WAITS, WAITS, all_ranks=3)
+    assert not found.is_hang
+    assert found.headline == "ranks 0-1 wait, for 20 s, perhaps for a rank without a sharded model"
 
 
 def test_one_that_will_not_come_is_named_before_those_that_work() -> None:
@@ -56,9 +62,9 @@ def test_ranks_in_different_collectives_wait_for_one_another() -> None:
 
 
 def test_ranks_that_met_in_the_meantime_are_no_hang() -> None:
-    assert diagnose({0: WAITS, 1: status(State.WAITS, for_s=0.5)}) is None
-    assert diagnose({0: status(State.WORKS), 1: status(State.STILL)}) is None
-    assert diagnose({0: status(State.WAITS, for_s=0.5), 1: status(State.STILL)}, least_s=10) is None
+    assert diagnose({0: WAITS, 1: status(State.WAITS, for_s=0.5)}, 10, 2) is None
+    assert diagnose({0: status(State.WORKS), 1: status(State.STILL)}, 10, 2) is None
+    assert diagnose({0: status(State.WAITS, for_s=0.5), 1: status(State.STILL)}, 10, 2) is None
 
 
 def test_a_status_is_read_as_it_was_left() -> None:

@@ -53,6 +53,22 @@ def test_a_rank_that_works_is_waited_for_and_named_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_without_a_time_that_was_asked_for_ranks_are_told_and_wait(tmp_path: Path) -> None:
+    ended = play("shardwise", "data loading hangs", tmp_path, timeout_s=None, most_s=50)
+    assert ended.seconds == float("inf")
+    assert ended.words.count("rank 1 stands still. Ranks wait on.") == 1
+    assert "threading.Event().wait()" in ended.words
+    assert "SHARDWISE_HANG_TIMEOUT_S=20 would end all ranks in such a case." in ended.words
+
+
+@pytest.mark.slow
+def test_a_task_of_one_rank_that_others_wait_for_is_no_hang(tmp_path: Path) -> None:
+    ended = play("shardwise", "a task of one rank takes long", tmp_path)
+    assert ended.statuses == [0, 0, 0]
+    assert ended.words == "\n" * 2
+
+
+@pytest.mark.slow
 def test_a_slow_rank_is_named(tmp_path: Path) -> None:
     ended = play("shardwise", "slow", tmp_path, timeout_s=20)
     assert ended.statuses == [0, 0, 0]

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 from datetime import timedelta
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -27,6 +28,12 @@ _DEFAULT_TIMEOUT_S = 1800.0
 _ABANDONED = -1
 """In place of a label: the rank raised."""
 _LABEL_BYTES = 8
+
+
+class Exchanges:
+    """Exchanges over channels in this process."""
+
+    ended: ClassVar[int] = 0
 
 
 class StoreChannel:
@@ -58,6 +65,7 @@ class StoreChannel:
         combined = functools.reduce(combine, [self._read(rank, label) for rank in range(self._world_size)])
         for key in earlier:  # all ranks are here, so none reads an earlier message any more
             self._store.delete_key(key)
+        Exchanges.ended += 1
         return combined
 
     def abandon(self, reason: str = "") -> None:

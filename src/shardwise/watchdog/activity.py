@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import sys
@@ -12,35 +13,39 @@ from pathlib import Path
 from types import FrameType
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_STATE, _USER, _SYSTEM = 0, 11, 12
-"""Positions in /proc/.../stat after the name, which may hold spaces: fields 3, 14 and 15 of proc(5)."""
+_STATE, _TIMES = 0, slice(11, 15)
+"""Positions in /proc/.../stat after the name, which may hold spaces: field 3, and 14 to 17, of proc(5)."""
 _BUSY = 0.02
 """A thread that uses this share of a processor is at work."""
+_PAUSED_S = 5.0
+"""Between looks of a process that was not paused as a whole is less time."""
 _INNERMOST = 3
 """Among so many of a thread's innermost frames is the one that waits, if it waits for other ranks."""
 _SHOWN = 10
 
 _PACKAGE = f"{Path(__file__).parent.parent}/"
-_WAITS = ("comm/", "together.py", "fsdp/torch_collectives.py")
+_WAITS = ("comm/", "fsdp/torch_collectives.py")
+_WORKS = ("checkpoint/", "together.py", "hub.py")
+"""A process in such a frame saves, loads or transfers files, for as long as storage and networks take."""
+_DEBUGGERS = ("/bdb.py", "/pdb.py")
 _TORCH = "/torch/"
-_TORCH_WAITS = "/torch/distributed/"
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
-_NOT_WAITS = ("/torch/distributed/checkpoint/", "/torch/distributed/elastic/", "/torch/distributed/run.py")
+_TORCH_WAITS = (_COLLECTIVES, "/torch/distributed/_functional_collectives.py")
 _MODULES = "/torch/nn/modules/"
 
 
-def working_thread() -> FrameType | None:
-    """Return the innermost frame of the main thread, or of the thread in which autograd runs hooks of the engine for
-    it, as it does on devices."""
+def working_thread(trains: int | None = None) -> FrameType | None:
+    """Return the innermost frame of the thread that trains, or of the thread in which autograd runs hooks of the engine
+    for it, as it does on devices. `trains`: that thread, by `threading.get_ident`; None: the main thread."""
     frames = sys._current_frames()
-    main = frames.pop(threading.main_thread().ident or 0, None)
+    frame = frames.pop(trains or threading.main_thread().ident or 0, None)
     frames.pop(threading.get_ident(), None)
-    if main is not None and main.f_code.co_name == "_engine_run_backward":
+    if frame is not None and frame.f_code.co_name == "_engine_run_backward":
         known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
-        for ident, frame in frames.items():
-            if ident not in known and any(_is_ours(one) for one in _outwards(frame)):
-                return frame
-    return main
+        for ident, other in frames.items():
+            if ident not in known and any(_is_ours(one) for one in _outwards(other)):
+                return other
+    return frame
 
 
 def waits_for_ranks(frame: FrameType | None) -> bool:
@@ -49,7 +54,16 @@ def waits_for_ranks(frame: FrameType | None) -> bool:
         path = one.f_code.co_filename
         if path.startswith(_PACKAGE) and path[len(_PACKAGE) :].startswith(_WAITS):
             return True
-        if _TORCH_WAITS in path and not any(part in path for part in _NOT_WAITS):
+        if path.endswith(_TORCH_WAITS):
+            return True
+    return False
+
+
+def works_by_its_place(frame: FrameType | None) -> bool:
+    """Whether a thread that does not move is at work all the same: it saves or transfers files, or is in a debugger."""
+    for one in _outwards(frame):
+        path = one.f_code.co_filename
+        if path.endswith(_DEBUGGERS) or (path.startswith(_PACKAGE) and path[len(_PACKAGE) :].startswith(_WORKS)):
             return True
     return False
 
@@ -95,13 +109,14 @@ class Activity:
         self._used_s = 0.0
         self._looked = self._moved = time.monotonic()
 
-    def look(self) -> None:
-        """Look again. To be called regularly, by one thread."""
+    def look(self, frame: FrameType | None) -> None:
+        """Look again, with the frame of the thread that trains. To be called regularly, by one thread."""
         now = time.monotonic()
-        lines = tuple((id(one.f_code), one.f_lasti) for one in _outwards(working_thread()))
+        lines = tuple((id(one.f_code), one.f_lasti) for one in _outwards(frame))
         used_s = _used_s()
+        paused = now - self._looked > _PAUSED_S
         is_busy = used_s - self._used_s > _BUSY * (now - self._looked)
-        if is_busy or lines != self._stack or _waits_for_storage():
+        if is_busy or paused or lines != self._stack or _waits_for_storage():
             self._moved = now
         self._stack, self._used_s, self._looked = lines, used_s, now
 
@@ -112,10 +127,12 @@ class Activity:
 
 
 def _used_s() -> float:
-    """Return the processor time of this process without this thread, and of the processes that its main thread has
-    started."""
-    others = sum(_processor_s(_stat(f"/proc/{child}")) for child in _children(f"/proc/self/task/{os.getpid()}"))
-    return others + time.process_time() - time.thread_time()
+    """Return the processor time of this process without this thread, and of all processes below it."""
+    return sum(map(_of_child, _children("self"))) + time.process_time() - time.thread_time()
+
+
+def _of_child(process: str) -> float:
+    return _processor_s(_stat(f"/proc/{process}")) + sum(map(_of_child, _children(process)))
 
 
 def _waits_for_storage() -> bool:
@@ -131,14 +148,16 @@ def _stat(path: str) -> list[bytes]:
 
 
 def _processor_s(fields: list[bytes]) -> float:
-    return (int(fields[_USER]) + int(fields[_SYSTEM])) / _TICKS_PER_S if fields else 0.0
+    return sum(map(int, fields[_TIMES])) / _TICKS_PER_S
 
 
-def _children(task: str) -> list[str]:
-    try:
-        return Path(task, "children").read_text(encoding="ascii").split()
-    except OSError:
-        return []
+def _children(process: str) -> list[str]:
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += (task / "children").read_text(encoding="ascii").split()
+    return found
 
 
 def is_stopped(pid: int) -> bool:

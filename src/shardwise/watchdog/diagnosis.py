@@ -72,36 +72,45 @@ _WORDS = {
     State.SILENT: "does not answer: native code holds Python's lock",
     State.GONE: "is gone, or its host is not reached",
 }
-_CULPRITS = (State.GONE, State.STOPPED, State.SILENT, State.STILL)
+_CULPRITS = (State.STOPPED, State.STILL)
+_UNSURE = (State.GONE, State.SILENT)
+_SURE = 4
+"""Ranks that do not answer are given up after this many times the least time that is worth a word."""
 
 
-def diagnose(statuses: Mapping[int, Status], least_s: float = 0.0, is_late: bool = False) -> Diagnosis | None:
+def diagnose(statuses: Mapping[int, Status], least_s: float, all_ranks: int) -> Diagnosis | None:
     """Return what is wrong, or None if ranks met in the meantime.
 
-    A rank that works may come yet: that is no hang before it is late.
+    A rank that works may come yet, and so may one that does not answer, for a while: that is no hang.
 
     Args:
-        statuses: by rank, of all ranks.
+        statuses: by rank, of all ranks that are watched.
         least_s: no rank that waits for less is worth a word.
-        is_late: some rank has waited for as long as a collective may last.
+        all_ranks: how many ranks there are.
     """
     waiting = [rank for rank, status in statuses.items() if status.state is State.WAITS]
     longest = max((statuses[rank].for_s for rank in waiting), default=0.0)
     if not waiting or longest < least_s:
         return None
+    is_sure = longest > _SURE * least_s
     culprits = [rank for rank, status in statuses.items() if status.state in _CULPRITS]
+    unsure = [rank for rank, status in statuses.items() if status.state in _UNSURE]
     working = [rank for rank, status in statuses.items() if status.state is State.WORKS]
-    if culprits or working:
-        named = culprits or working
-        others = ranks_in_words(waiting)
+    if named := culprits or unsure or working:
         verb = "has" if len(named) == 1 else "have"
         does = _WORDS[statuses[named[0]].state]
-        headline = f"{ranks_in_words(named)} {verb} kept {others} waiting for {longest:.0f} s: rank {named[0]} {does}"
-        return Diagnosis(bool(culprits) or is_late, headline, _details(statuses, named))
-    if all(status.for_s > longest / 2 for status in statuses.values()):
-        headline = f"all ranks wait for one another, for {longest:.0f} s: they came to different collectives"
-        return Diagnosis(True, headline, _details(statuses, ()))
-    return None
+        headline = (
+            f"{ranks_in_words(named)} {verb} kept {ranks_in_words(waiting)} waiting for {longest:.0f} s: "
+            f"rank {named[0]} {does}"
+        )
+        return Diagnosis(bool(culprits) or (bool(unsure) and is_sure), headline, _details(statuses, named))
+    if any(status.for_s < longest / 2 for status in statuses.values()):
+        return None
+    if len(statuses) < all_ranks:
+        headline = f"{ranks_in_words(waiting)} wait, for {longest:.0f} s, perhaps for a rank without a sharded model"
+        return Diagnosis(False, headline, _details(statuses, ()))
+    headline = f"all ranks wait for one another, for {longest:.0f} s: they came to different collectives"
+    return Diagnosis(True, headline, _details(statuses, ()))
 
 
 def _details(statuses: Mapping[int, Status], named: Sequence[int]) -> list[str]:

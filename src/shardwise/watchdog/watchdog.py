@@ -2,10 +2,11 @@
 
 It looks once a second whether the rank shared something with others since: a collective of the engine, or a comparison.
 A rank that has waited in a collective for too long raises an *alarm* in the group's store, where the others look for
-one from time to time. Then each rank leaves its *status*, every rank comes to the same diagnosis, and if that is a hang
-all of them end. A rank that works may come yet: ranks are told once, and wait as long as a collective may last.
+one from time to time. Then each rank leaves its *status*, every rank comes to the same diagnosis, and the first on each
+host says it. If that is a hang, and the user has set how long ranks wait, all of them end. A rank that works may come
+yet.
 
-Nothing is ended before two steps of an optimizer, and pauses that the run has had before are taken for normal: ranks
+Nothing is said before two steps of an optimizer, and pauses that the run has had before are taken for normal: ranks
 wait three times as long as the longest one."""
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import socket
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Collection, Mapping
 from datetime import timedelta
+from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
@@ -28,7 +31,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
 from shardwise import liveness
-from shardwise.comm.store_channel import timeout_s
+from shardwise.comm.store_channel import Exchanges
 from shardwise.errors import ConfigError
 from shardwise.fsdp.collective_log import CollectiveLog
 from shardwise.fsdp.engine import Engine
@@ -36,7 +39,8 @@ from shardwise.watchdog import activity
 from shardwise.watchdog.diagnosis import Diagnosis, State, Status, diagnose, ranks_in_words
 
 VARIABLE = "SHARDWISE_HANG_TIMEOUT_S"
-"""Environment variable: seconds that ranks wait for one that stands still before all end; 0: for ever."""
+"""Environment variable: seconds that ranks wait for one that stands still before all end; 0: no watchdog. Where it is
+not set, ranks are told after `_DEFAULT_S`, and none ends."""
 _DEFAULT_S = 20.0
 _LOOKS_PER_S = 1.0
 _STEPS_BEFORE = 2
@@ -58,6 +62,8 @@ _WINDOW_S = 30
 """Seconds over which a rank counts how often it waits."""
 _WAITS_MUCH = 0.7
 """A rank that waits in this part of the time says so; ranks that do not are those that it waits for."""
+_PAUSED_S = 5.0
+"""Between looks of a process that was not paused as a whole is less time."""
 _STATUS = 1
 """Exit status of ranks that end."""
 
@@ -74,13 +80,21 @@ def attach(engine: Engine) -> None:
     if Watchdog.present is None or not Watchdog.present.is_of(default):
         if Watchdog.present is not None:
             Watchdog.present.stop()
-        Watchdog.present = Watchdog(default, seconds)
+        try:
+            Watchdog.present = Watchdog(default, seconds)
+        except (RuntimeError, OSError) as error:
+            warnings.warn(
+                f"shardwise: hangs will not be named, the group's store is not reached: {error}", stacklevel=2
+            )
+            return
     Watchdog.present.add(engine)
 
 
 def after_step(optimizer: Any, owners: Collection[Any]) -> None:
     """Called after each optimizer's step."""
-    Watchdog.steps += bool(owners)
+    if owners:
+        Watchdog.steps += 1
+        Watchdog.trains = threading.get_ident()
 
 
 def asked_s() -> float:
@@ -105,15 +119,20 @@ class Watchdog:
     """That of this process."""
     steps: ClassVar[int] = 0
     """Number of steps of optimizers in this process."""
+    trains: ClassVar[int | None] = None
+    """The thread that took the last one."""
+    made: ClassVar[int] = 0
+    """Number of watchdogs that this process has had, the same on every rank."""
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
         """`group`: the default process group, whose store the ranks share. `seconds`: how long ranks wait."""
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._group = weakref.ref(group)
-        self._seconds, self._latest_s = seconds, timeout_s(group)
+        self._seconds, self._ends = seconds, bool(os.environ.get(VARIABLE))
         self._answer_s = max(_LEAST_ANSWER_S, _ANSWERS * seconds)
         store: Any = distributed_c10d._world.pg_map[group][1]
-        self._store = PrefixStore("shardwise/watchdog", store.clone())
+        self._store = PrefixStore(f"shardwise/watchdog/{Watchdog.made}", store.clone())
+        Watchdog.made += 1
         self._line = _line_to(self._store)
         if self._line is not None:  # else the clone may be the store itself
             self._store.set_timeout(timedelta(seconds=_STORE_S))
@@ -123,15 +142,18 @@ class Watchdog:
         self._last: weakref.ref[CollectiveLog] | None = None
         """That of the engine that shared something last."""
         self._activity = activity.Activity()
-        self._met = self._asked = time.monotonic()
-        """When this rank last shared something with others, and when it last looked for an alarm."""
+        self._met = self._asked = self._looked = time.monotonic()
+        """When this rank last shared something with others, looked for an alarm, and looked at all."""
+        self._exchanges = 0
         self._longest_s, self._has_pace = 0.0, False
         """The longest pause since the run found its pace, and whether it had when the present one began."""
         self._steps_before = self.steps
-        self._alarm = 0
-        """Number of alarms that are over."""
-        self._told = False
+        self._alarm, self._alarmed = 0, 0.0
+        """Number of alarms that are over, and when the last one was."""
+        self._told = ""
+        """What was last said of the present wait."""
         self._window, self._looks, self._waits = _window(), 0, 0
+        self._said_waits = ""
         self._slow: list[int] = []
         """The ranks that others were last told to wait for."""
         self._host, self._pid = socket.gethostname(), os.getpid()
@@ -149,6 +171,7 @@ class Watchdog:
     def add(self, engine: Engine) -> None:
         """Follow one more engine."""
         alive = (one for one in self._logs if one() is not None)
+        self._steps_before, self._has_pace = self.steps, False  # it loads and compiles first
         self._logs = (*alive, weakref.ref(engine.log))  # a new tuple, since the thread may be reading the old one
 
     def stop(self) -> None:
@@ -156,6 +179,9 @@ class Watchdog:
         self._ended.set()
         if self._pid == os.getpid() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=_STORE_S)
+            with contextlib.suppress(RuntimeError):  # one that ended in peace is not missing
+                if self._line is not None and not _is_closed(self._line):
+                    self._store.delete_key(f"here/{self.rank}")
         if self._line is not None:
             self._line.close()
         atexit.unregister(self.stop)
@@ -166,11 +192,14 @@ class Watchdog:
                 return
             if self._parent and os.getppid() != self._parent:
                 self._end("shardwise: the launcher of this rank is gone, so the rank ends")
-            self._look()
             try:
+                self._look()
                 self._share()
             except (RuntimeError, OSError):
                 self._without_store()
+            except Exception as error:  # a rank trains without its watchdog, too
+                _say([f"shardwise: the watchdog of rank {self.rank} has ended: {type(error).__name__}: {error}"])
+                return
 
     def _share(self) -> None:
         """Look what others have left in the store, when that is due."""
@@ -185,19 +214,27 @@ class Watchdog:
             self._ask()
 
     def _look(self) -> None:
-        self._activity.look()
-        now, has_met = time.monotonic(), False
+        now, has_met, frame = time.monotonic(), False, self._frame()
+        self._activity.look(frame)
+        if now - self._looked > _PAUSED_S:  # the whole process was paused
+            self._met += now - self._looked
+        self._looked = now
         for one in self._logs:
             log = one()
             if log is not None and self._shared.get(log) != log.shared:
                 self._shared[log] = log.shared
                 self._last, has_met = one, True
+        if self._exchanges != Exchanges.ended:
+            self._exchanges, has_met = Exchanges.ended, True
         self._looks += 1
-        self._waits += activity.waits_for_ranks(activity.working_thread())
+        self._waits += activity.waits_for_ranks(frame)
         if has_met:
             if self._has_pace:
                 self._longest_s = max(self._longest_s, now - self._met)
-            self._met, self._told, self._has_pace = now, False, self._is_steady
+            self._met, self._told, self._has_pace = now, "", self._is_steady
+
+    def _frame(self) -> FrameType | None:
+        return activity.working_thread(self.trains)
 
     @property
     def _is_steady(self) -> bool:
@@ -211,26 +248,22 @@ class Watchdog:
         """Answer an alarm of another rank, or raise one if this rank has waited too long."""
         now = time.monotonic()
         key = f"alarm/{self._alarm}"
-        is_raised = self._store.check([key])
-        waited_s = now - self._met
-        if not is_raised:
-            is_due = waited_s > (self._latest_s if self._told else self._most_s) - self._answer_s
-            if not is_due or not self._is_steady or not activity.waits_for_ranks(activity.working_thread()):
+        if not self._store.check([key]):
+            is_due = now - max(self._met, self._alarmed) > self._most_s - self._answer_s
+            if not is_due or not self._is_steady or not activity.waits_for_ranks(self._frame()):
                 return
             self._store.set(key, str(self.rank))
-        number, self._alarm = self._alarm, self._alarm + 1
+        number, self._alarm, self._alarmed = self._alarm, self._alarm + 1, now
         statuses = self._statuses(number)
-        diagnosis = diagnose(statuses, self._seconds / 2, self._is_late(statuses))
+        diagnosis = diagnose(statuses, self._seconds / 2, self.world_size)
         if diagnosis is None:
             return
-        if diagnosis.is_hang:
+        if diagnosis.is_hang and self._ends:
             self._end_all(number, diagnosis, statuses)
-        self._told = True
-        if self._speaks(statuses):
-            _say([f"shardwise: {diagnosis.headline}. Ranks wait on.", *diagnosis.details])
-
-    def _is_late(self, statuses: Mapping[int, Status]) -> bool:
-        return max(status.for_s for status in statuses.values()) > self._latest_s - self._answer_s
+        told, self._told = self._told, diagnosis.headline.rpartition(": ")[2]
+        if self._speaks(statuses) and told != self._told:
+            hint = f"  {VARIABLE}={self._seconds:.0f} would end all ranks in such a case." if diagnosis.is_hang else ""
+            _say([f"shardwise: {diagnosis.headline}. Ranks wait on.", *diagnosis.details, *filter(None, [hint])])
 
     def _statuses(self, number: int) -> dict[int, Status]:
         """Return the status of every rank that is watched, in one alarm."""
@@ -259,11 +292,12 @@ class Watchdog:
         return [rank for rank in missing if not self._store.check([f"status/{number}/{rank}"])]
 
     def _status(self) -> Status:
-        frame = activity.working_thread()
+        frame = self._frame()
         if activity.waits_for_ranks(frame):
             state = State.WAITS
         else:
-            state = State.STILL if self._activity.still_s > self._seconds / 2 else State.WORKS
+            is_still = self._activity.still_s > self._seconds / 2 and not activity.works_by_its_place(frame)
+            state = State.STILL if is_still else State.WORKS
         log = self._last() if self._last is not None else None
         last = "" if log is None else log.last_in_words
         site = activity.call_site(frame)
@@ -281,7 +315,10 @@ class Watchdog:
         )  # else it is no slow rank that it lacks
         if not self._is_steady or not has_met or looks < _WINDOW_S / 2 or waits < _WAITS_MUCH * looks:
             return
-        self._store.set(f"waits/{number}/{self.rank}", "")
+        if self._said_waits:
+            self._store.delete_key(self._said_waits)
+        self._said_waits = f"waits/{number}/{self.rank}"
+        self._store.set(self._said_waits, "")
         time.sleep(2 / _LOOKS_PER_S)  # until the others have looked
         waiting = [rank for rank in range(self.world_size) if self._store.check([f"waits/{number}/{rank}"])]
         slow = [rank for rank in range(self.world_size) if rank not in waiting]
@@ -320,13 +357,14 @@ class Watchdog:
         else:
             state = State.STOPPED if activity.is_stopped(pid) else State.SILENT
         seen = Status(state, time.monotonic() - self._met, host, pid)
-        self._store.set(f"status/{number}/{rank}", seen.message().decode())
+        self._store.compare_set(f"status/{number}/{rank}", "", seen.message().decode())  # it may have just left its own
 
     # Ends -----------------------------------------------------------------------------------------------------------
 
     def _speaks(self, statuses: Mapping[int, Status]) -> bool:
         """Whether this rank says it all: the first on its host that can."""
-        return self.rank == next(rank for rank in _able(statuses) if statuses[rank].host == self._host)
+        here = [rank for rank in _able(statuses) if statuses[rank].host == self._host]
+        return self.rank == min(here, default=self.rank)
 
     def _end_all(self, number: int, diagnosis: Diagnosis, statuses: Mapping[int, Status]) -> NoReturn:
         """End this rank when every rank that can has said its part. That peers are gone then is no error beside it."""
@@ -345,9 +383,9 @@ class Watchdog:
                 time.sleep(0.02)
                 ended = self._store.add(f"ended/{number}", 0)
         for rank, status in statuses.items():
-            presence = self._presence(rank) if status.state in (State.STOPPED, State.SILENT) else None
-            if presence is not None and presence[1] > 0:  # it cannot end itself
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, RuntimeError):
+                presence = self._presence(rank) if status.state in (State.STOPPED, State.SILENT) else None
+                if presence is not None and presence[1] > 0:  # it cannot end itself
                     os.kill(presence[1], signal.SIGKILL)
         if not self.rank:
             time.sleep(_LAST_S)
@@ -356,7 +394,7 @@ class Watchdog:
     def _without_store(self) -> None:
         """React to a store that does not answer: if this rank waits, the process or host of the store is gone."""
         waited_s = time.monotonic() - self._met
-        if waited_s > self._most_s and self._is_steady and activity.waits_for_ranks(activity.working_thread()):
+        if self._ends and waited_s > self._most_s and self._is_steady and activity.waits_for_ranks(self._frame()):
             status = self._status()
             self._end(
                 f"shardwise: rank {self.rank} has waited for {waited_s:.0f} s at {status.last or 'a collective'}, and "

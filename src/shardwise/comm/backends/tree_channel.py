@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 
 from shardwise.comm.backends.signature import in_words, mismatch, sign
 from shardwise.comm.backends.tree import CHILDREN, children_of, parent_of
-from shardwise.comm.store_channel import store_of, timeout_s
+from shardwise.comm.store_channel import Exchanges, store_of, timeout_s
 from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError
 from shardwise.fsdp.collectives import Combine
 
@@ -114,6 +114,7 @@ class TreeChannel:
             self._failure = CollectiveTimeout(f"rank {self.rank} left an exchange: {error!r}")
             self.close()
             raise
+        Exchanges.ended += 1
         return message
 
     def abandon(self, reason: str = "") -> None:
