@@ -103,16 +103,20 @@ class Session:
         if self._failure is not None:
             raise self._failure
         raw = directory / f"rank-{self._ranks.rank:05d}.json"
+        partial = raw.with_name(f"{raw.name}.tmp")  # torch's; it stays if the disk is full, of which torch says nothing
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._profiler.export_chrome_trace(str(raw))
+            if not raw.exists():
+                raise UserError(_cut_short(raw))
             RankFile.write(_file(directory, self._ranks.rank), self.log, json.loads(raw.read_text(encoding="utf-8")))
         except OSError as error:
             raise _not_written(directory, error) from None
-        except json.JSONDecodeError:  # torch does not say that it could not write it all
-            raise UserError(f"{raw} was cut short: is the disk full?") from None
+        except json.JSONDecodeError:
+            raise UserError(_cut_short(raw)) from None
         finally:
             with suppress(OSError):
+                partial.unlink(missing_ok=True)
                 raw.unlink(missing_ok=True)
 
     def _put_together(self, directory: Path, first_step: int) -> Profile:
@@ -130,8 +134,14 @@ class Session:
                 if rank not in missing:
                     path.unlink()
         except OSError as error:
+            with suppress(OSError):
+                (directory / TRACE).unlink(missing_ok=True)
             raise _not_written(directory, error) from None
         return summarised(files, first_step, max(one.within_ns for one in self._offsets), missing)
+
+
+def _cut_short(raw: Path) -> str:
+    return f"{raw} was cut short: is the disk full?"
 
 
 def _not_written(directory: Path, error: OSError) -> UserError:
