@@ -38,6 +38,7 @@ def run_script(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 # The command ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_checks_leave_a_table_and_a_result(tmp_path: Path) -> None:
     done = run_script("--quick", "--only", "imports,more", OUT=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

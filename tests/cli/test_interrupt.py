@@ -70,6 +70,7 @@ def test_a_run_whose_terminal_is_closed_is_saved(start: Start) -> None:
     saved_where_it_ended()
 
 
+@pytest.mark.slow
 def test_a_hangup_does_not_end_a_run_under_nohup(start: Start) -> None:
     """Neither in its launcher nor in its ranks, to which the shell sends it too."""
     process = start("-c", LAUNCHER, "train", "tiny.toml", "train.steps=20", under=("nohup",))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.examples.rig import assert_shown, losses, torchrun
 
 
+@pytest.mark.slow
 def test_it_trains_and_goes_on(tmp_path: Path) -> None:
     first = torchrun(2, "examples/train_with_torchrun.py", tmp_path)
     assert_shown("A training script", first)

@@ -105,7 +105,12 @@ def test_training_goes_on_as_without_it(options: tuple[str, ...], tmp_path: Path
 
 @pytest.mark.parametrize(
     ("model", "rows"),
-    [(LLAMA, None), (T5, [{"source": "a b " * (1 + n % 3), "target": f"{n}"} for n in range(30)])],
+    [
+        (LLAMA, None),
+        pytest.param(
+            T5, [{"source": "a b " * (1 + n % 3), "target": f"{n}"} for n in range(30)], marks=pytest.mark.slow
+        ),
+    ],
     ids=["causal", "seq2seq"],
 )
 def test_answers_are_the_same_on_any_number_of_ranks(

@@ -17,7 +17,7 @@ from shardwise.modules.deferred_init import materialize
 from shardwise.modules.deferred_init.memory import RealStorages
 from shardwise.modules.deferred_init.progress import DrawingProgress
 from shardwise.train import trainer
-from shardwise.train.config.files import load
+from shardwise.train.config.files import load, recipe_named
 from shardwise.train.output.checkpoints import Checkpoints
 from shardwise.train.report.run_log import RunLog
 from tests.ranks import RankPools
@@ -117,7 +117,8 @@ def test_weights_and_resting_state_train_as_ever_and_go_on_without(tmp_path: Pat
 
 
 def test_the_recipe_of_offload_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = Path(__file__).parents[2] / "recipes" / "offload.toml"
+    recipe = recipe_named(Path("offload"))
+    assert recipe is not None
     small = ("model.config.num_hidden_layers=2", "model.config.hidden_size=64", "train.steps=2", "data.seq_len=32")
     text = (f'data.source="{recipe}"', "data.eval_fraction=0", f"log.directory={tmp_path}", "parallel.ranks=1")
     trainer.run(load(recipe, (*small, *text, f"offload.path={tmp_path / 'states'}")))

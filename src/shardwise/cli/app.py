@@ -138,7 +138,7 @@ def inspect(
     """Show the units of a model and the memory of each rank; or what a checkpoint holds and whether it is intact."""
     from shardwise.train.config.files import load, recipe_named
 
-    if not what.endswith(".toml") and (Path(what).is_dir() or recipe_named(Path(what)) is None):
+    if not what.endswith(".toml") and (recipe_named(Path(what)) is None or Path(what).is_dir()):
         return _inspect_checkpoint(what, overrides or (), quick, tensors)
     from shardwise import device_tools
     from shardwise.cli.inspect import table

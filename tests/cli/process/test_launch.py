@@ -35,7 +35,7 @@ def test_ranks_run_the_resolved_configuration(start: Start) -> None:
     ],
 )
 def test_a_failing_rank_ends_all_and_is_shown(start: Start, failure: str, words: str) -> None:
-    ended = start("train", "run.toml", scenario=ON_RANK_1.format(failure)).end(timeout_s=30)
+    ended = start("train", "run.toml", scenario=ON_RANK_1.format(failure)).end(timeout_s=90)
     assert ended.status == 1
     assert "rank 1" in ended.err.splitlines()[0]
     assert words in ended.err
@@ -51,7 +51,7 @@ if rank == 1:
     raise ValueError
 time.sleep(600)
 """
-    assert start("train", "run.toml", scenario=scenario).end(timeout_s=30).status == 1
+    assert start("train", "run.toml", scenario=scenario).end(timeout_s=90).status == 1
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "rank-0").read_text()), 0)
 
@@ -66,7 +66,7 @@ time.sleep(600)
     command = _start_and_wait(start, scenario)
     pids = [int((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
     command.process.kill()
-    command.end(timeout_s=30)  # returns when no process has the standard output open any more
+    command.end(timeout_s=90)  # returns when no process has the standard output open any more
     deadline_s = time.monotonic() + 20
     while any(_runs(pid) for pid in pids):  # files are closed a little before a process is gone
         assert time.monotonic() < deadline_s
@@ -106,7 +106,7 @@ while not report.read(directory):
     time.sleep(0.01)
 raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1")
 """
-    ended = start("train", "run.toml", scenario=scenario).end(timeout_s=30)
+    ended = start("train", "run.toml", scenario=scenario).end(timeout_s=90)
     assert ended.status == 1
     assert "ValueError: the cause" in ended.err
     assert "gloo" not in ended.err
@@ -125,7 +125,7 @@ with started() as ranks:
         time.sleep(0.5)
         raise
 """
-    ended = start("train", "run.toml", scenario=scenario).end(timeout_s=30)
+    ended = start("train", "run.toml", scenario=scenario).end(timeout_s=90)
     assert ended.status == 1
     assert ended.err.startswith("error: rank 0 failed:\nTraceback")
     assert ended.err.endswith("ValueError: the cause\n")
@@ -188,7 +188,7 @@ def _start_and_wait(start: Start, scenario: str, setup: str = "") -> Started:
 def test_an_interrupt_lets_every_rank_save(start: Start, tmp_path: Path) -> None:
     command = _start_and_wait(start, SAVES_ON_INTERRUPT)
     command.interrupt()
-    ended = command.end(timeout_s=30)
+    ended = command.end(timeout_s=90)
     assert (ended.status, ended.err) == (130, f"{STOPPING}\ninterrupted\n")
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
 
@@ -199,7 +199,7 @@ def test_a_hangup_lets_every_rank_save(start: Start, tmp_path: Path) -> None:
     for _ in range(3):
         command.process.send_signal(signal.SIGHUP)
         time.sleep(0.05)
-    ended = command.end(timeout_s=30)
+    ended = command.end(timeout_s=90)
     assert (ended.status, ended.err) == (130, f"{STOPPING}\ninterrupted\n")
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
 
@@ -209,7 +209,7 @@ def test_a_hangup_that_was_ignored_stays_so(start: Start) -> None:
     waits = "os.write(1, b'training\\n'); time.sleep(1.5); assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN"
     command = _start_and_wait(start, waits, "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)")
     command.process.send_signal(signal.SIGHUP)
-    ended = command.end(timeout_s=30)
+    ended = command.end(timeout_s=90)
     assert (ended.status, ended.err) == (0, "")
 
 
@@ -230,7 +230,7 @@ def test_a_second_interrupt_does_not_wait(start: Start) -> None:
     time.sleep(0.5)
     assert command.process.poll() is None
     command.interrupt()
-    assert command.end(timeout_s=30).status == 130
+    assert command.end(timeout_s=90).status == 130
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 2.0])
@@ -242,7 +242,7 @@ def test_an_interrupt_before_the_ranks_listen(start: Start, delay_s: float) -> N
     assert command.process.stdout.readline() == "begun\n"
     time.sleep(delay_s)
     command.interrupt()
-    ended = command.end(timeout_s=30)
+    ended = command.end(timeout_s=90)
     assert ended.status == 130
     assert "Traceback" not in ended.err
 
@@ -256,7 +256,7 @@ def test_an_interrupt_while_ranks_boot_waits_for_their_handlers(start: Start, tm
     assert command.process.stdout.readline().startswith("starting 2 ranks")
     assert [command.process.stdout.readline() for _ in range(2)] == ["booting\n"] * 2
     command.interrupt()
-    ended = command.end(timeout_s=30)
+    ended = command.end(timeout_s=90)
     assert (ended.status, ended.err) == (130, f"{STOPPING}\ninterrupted\n")
 
 
@@ -271,14 +271,14 @@ except KeyboardInterrupt:
 """
     command = _start_and_wait(start, scenario)
     command.interrupt()
-    ended = command.end(timeout_s=30)
+    ended = command.end(timeout_s=90)
     assert (ended.status, ended.err) == (130, f"{STOPPING}\ninterrupted\n")
 
 
 def test_a_failure_while_saving_is_not_an_interrupt(start: Start) -> None:
     command = _start_and_wait(start, SAVES_ON_INTERRUPT.replace("raise KeyboardInterrupt", "raise OSError('full')"))
     command.interrupt()
-    ended = command.end(timeout_s=30)
+    ended = command.end(timeout_s=90)
     assert ended.status == 1
     assert "OSError: full" in ended.err
 

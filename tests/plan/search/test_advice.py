@@ -99,7 +99,7 @@ def test_what_does_not_suffice_alone_is_combined_and_nothing_else_is() -> None:
 def test_more_ranks_are_an_answer_and_a_shorter_sequence() -> None:
     given = {"seq_len": 2048, "optimizer": "momentum", "loss": "fused", "gpus_per_node": 2, "slots": 2}
     given |= {"activation_checkpointing": "offload", "optimizer_in_backward": True}
-    given |= {"context_bytes": 0, "nccl_bytes": 0, "tp": 1}
+    given |= {"context_bytes": 0, "nccl_bytes": 0, "tp": 1, "cp": 1}
     enough = max(needs(DEEP, **{**given, **change}) for change in ({"gpus_per_node": 4}, {"seq_len": 1024}))
     assert needs(DEEP, **given) > enough
     _, advice = advised(DEEP, enough, most=2, **given)
@@ -256,7 +256,10 @@ def enough_for_offload() -> int:
 
 @pytest.mark.parametrize(
     ("rate", "step", "given"),
-    [(1e10, "", {}), (1e12, ",step=cpu", {"loss": "chunked", "slots": 2, "activation_checkpointing": "offload"})],
+    [
+        pytest.param(1e10, "", {}, marks=pytest.mark.slow),
+        (1e12, ",step=cpu", {"loss": "chunked", "slots": 2, "activation_checkpointing": "offload"}),
+    ],
 )
 def test_offload_is_last_and_the_faster_processor_steps(rate: float, step: str, given: dict[str, Any]) -> None:
     """After whatever the question leaves open."""

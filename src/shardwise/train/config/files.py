@@ -73,8 +73,10 @@ def reading(key: str, path: object) -> Iterator[None]:
 
 def recipe_named(path: Path) -> Path | None:
     """Return the file of the recipe that a path is the name of; None if it is none, or there is such a file."""
+    if len(path.parts) > 1 or path.is_file():
+        return None
     recipe = _RECIPES / f"{path}.toml"
-    return recipe if len(path.parts) == 1 and not path.is_file() and recipe.is_file() else None
+    return recipe if recipe.is_file() else None
 
 
 def _read(path: Path) -> dict[str, Any]:
