@@ -63,15 +63,19 @@ def traced() -> Iterator[list[Allocation]]:
     found.sort(key=lambda allocation: allocation.time_ns)
 
 
-def _allocations(event: Any, frames: tuple[str, ...]) -> Iterator[Allocation]:
-    if event.tag == _EventType.Allocation:
-        fields = event.extra_fields
-        yield Allocation(event.start_time_ns, fields.alloc_size, fields.ptr, frames)
-        return
-    if event.tag != _EventType.PyCCall:
-        frames = (*frames, _name(event))
-    for child in event.children:
-        yield from _allocations(child, frames)
+def _allocations(root: Any, frames: tuple[str, ...]) -> Iterator[Allocation]:
+    """Yield those below an event. Without recursion: in a process that has lost the end of an event, events of a whole
+    run nest in it."""
+    left = [(root, frames)]
+    while left:
+        event, frames = left.pop()
+        if event.tag == _EventType.Allocation:
+            fields = event.extra_fields
+            yield Allocation(event.start_time_ns, fields.alloc_size, fields.ptr, frames)
+            continue
+        if event.tag != _EventType.PyCCall:
+            frames = (*frames, _name(event))
+        left += [(child, frames) for child in event.children]
 
 
 def _name(event: Any) -> str:
