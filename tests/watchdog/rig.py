@@ -8,10 +8,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+JOB = Path(__file__).with_name("job.py")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,12 @@ def play(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {
-        **os.environ,
+        **ENVIRONMENT,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
     } | ({} if timeout_s is None else {"SHARDWISE_HANG_TIMEOUT_S": str(timeout_s)})
-    job = [sys.executable, str(Path(__file__).with_name("job.py")), engine, fault, str(directory)]
+    job = [sys.executable, str(JOB), engine, fault, str(directory)]
     files = [directory / f"stderr-{rank}" for rank in range(world_size)]
     ranks = []
     for rank, file in enumerate(files):
@@ -66,3 +67,17 @@ def play(
         [rank.wait() for rank in ranks],
         [file.read_text(errors="replace") for file in files],
     )
+
+
+def torchrun_command(world_size: int, fault: str, directory: Path) -> list[str]:
+    """Return the command by which torchrun starts the job."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    return [*torchrun, str(JOB), "shardwise", fault, str(directory)]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Return when a condition holds. Raises AssertionError if that takes longer."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.1)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.watchdog.rig import play
+from tests.watchdog.rig import ENVIRONMENT, play, torchrun_command, wait_for
 
 TIMEOUT_S = 6.0
 MARGIN_S = 20.0
@@ -66,6 +67,19 @@ def test_a_task_of_one_rank_that_others_wait_for_is_no_hang(tmp_path: Path) -> N
     ended = play("shardwise", "a task of one rank takes long", tmp_path)
     assert ended.statuses == [0, 0, 0]
     assert ended.words == "\n" * 2
+
+
+@pytest.mark.slow
+def test_ranks_of_a_torchrun_that_was_killed_end(tmp_path: Path) -> None:
+    with (tmp_path / "stderr").open("wb") as stderr:
+        torchrun = subprocess.Popen(torchrun_command(2, "runs on", tmp_path), env=ENVIRONMENT, stderr=stderr)
+    wait_for((tmp_path / "begun").exists)
+    ranks = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
+    assert len(ranks) == 2
+    torchrun.kill()
+    torchrun.wait()
+    wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+    assert "the launcher of this rank is gone, so the rank ends" in (tmp_path / "stderr").read_text()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ _STATE, _TIMES = 0, slice(11, 15)
 _BUSY = 0.02
 """A thread that uses this share of a processor is at work."""
 _PAUSED_S = 5.0
-"""Between looks of a process that was not paused as a whole is less time."""
+"""Less time is between two looks of a process that was not paused as a whole."""
 _INNERMOST = 3
 """Among so many of a thread's innermost frames is the one that waits, if it waits for other ranks."""
 _SHOWN = 10
@@ -26,7 +26,7 @@ _SHOWN = 10
 _PACKAGE = f"{Path(__file__).parent.parent}/"
 _WAITS = ("comm/", "fsdp/torch_collectives.py")
 _WORKS = ("checkpoint/", "together.py", "hub.py")
-"""A process in such a frame saves, loads or transfers files, for as long as storage and networks take."""
+"""A thread in such a frame saves, loads or transfers files, for as long as storage and networks take."""
 _DEBUGGERS = ("/bdb.py", "/pdb.py")
 _TORCH = "/torch/"
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
@@ -89,9 +89,7 @@ def own_collective(frame: FrameType | None) -> str:
 def stack(frame: FrameType | None) -> list[str]:
     """Return a thread's stack in lines, outermost first: the innermost frames, without those in which torch calls
     modules."""
-    shown = [
-        one for one in _outwards(frame) if _TORCH + "nn" + os.sep + "modules" + os.sep not in one.f_code.co_filename
-    ]
+    shown = [one for one in _outwards(frame) if _MODULES not in one.f_code.co_filename]
     lines = []
     for one in reversed(shown[:_SHOWN]):
         code = linecache.getline(one.f_code.co_filename, one.f_lineno).strip()
@@ -109,16 +107,21 @@ class Activity:
         self._used_s = 0.0
         self._looked = self._moved = time.monotonic()
 
-    def look(self, frame: FrameType | None) -> None:
-        """Look again, with the frame of the thread that trains. To be called regularly, by one thread."""
+    def look(self, frame: FrameType | None) -> float:
+        """Look again, with the frame of the thread that trains. To be called each second, by one thread.
+
+        Returns:
+            Seconds for which the whole process was paused, as by SIGSTOP or with its virtual machine; 0 if it was not.
+        """
         now = time.monotonic()
         lines = tuple((id(one.f_code), one.f_lasti) for one in _outwards(frame))
         used_s = _used_s()
-        paused = now - self._looked > _PAUSED_S
-        is_busy = used_s - self._used_s > _BUSY * (now - self._looked)
-        if is_busy or paused or lines != self._stack or _waits_for_storage():
+        passed_s = now - self._looked
+        paused_s = passed_s if passed_s > _PAUSED_S else 0.0
+        if paused_s or used_s - self._used_s > _BUSY * passed_s or lines != self._stack or _waits_for_storage():
             self._moved = now
         self._stack, self._used_s, self._looked = lines, used_s, now
+        return paused_s
 
     @property
     def still_s(self) -> float:

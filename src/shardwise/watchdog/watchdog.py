@@ -44,7 +44,7 @@ not set, ranks are told after `_DEFAULT_S`, and none ends."""
 _DEFAULT_S = 20.0
 _LOOKS_PER_S = 1.0
 _STEPS_BEFORE = 2
-"""Steps of an optimizer before which nothing is ended: models load, compile and find their pace."""
+"""Steps of an optimizer before which nothing is said: models load, compile and find their pace."""
 _PAUSES = 3.0
 """Ranks wait this many times as long as the longest pause that the run has had."""
 _STORE_S = 10.0
@@ -62,8 +62,6 @@ _WINDOW_S = 30
 """Seconds over which a rank counts how often it waits."""
 _WAITS_MUCH = 0.7
 """A rank that waits in this part of the time says so; ranks that do not are those that it waits for."""
-_PAUSED_S = 5.0
-"""Between looks of a process that was not paused as a whole is less time."""
 _STATUS = 1
 """Exit status of ranks that end."""
 
@@ -98,7 +96,7 @@ def after_step(optimizer: Any, owners: Collection[Any]) -> None:
 
 
 def asked_s() -> float:
-    """Return how long ranks wait for one that stands still, in seconds; 0: for ever.
+    """Return how long ranks wait for one that stands still, in seconds; 0: there is no watchdog.
 
     Raises:
         ConfigError: the variable is not a number of seconds.
@@ -142,9 +140,10 @@ class Watchdog:
         self._last: weakref.ref[CollectiveLog] | None = None
         """That of the engine that shared something last."""
         self._activity = activity.Activity()
-        self._met = self._asked = self._looked = time.monotonic()
-        """When this rank last shared something with others, looked for an alarm, and looked at all."""
+        self._met = self._asked = time.monotonic()
+        """When this rank last shared something with others, and when it last looked for an alarm."""
         self._exchanges = 0
+        """The exchanges over channels that had ended when it was last looked at."""
         self._longest_s, self._has_pace = 0.0, False
         """The longest pause since the run found its pace, and whether it had when the present one began."""
         self._steps_before = self.steps
@@ -154,6 +153,7 @@ class Watchdog:
         """What was last said of the present wait."""
         self._window, self._looks, self._waits = _window(), 0, 0
         self._said_waits = ""
+        """The key under which this rank last said that it waited much."""
         self._slow: list[int] = []
         """The ranks that others were last told to wait for."""
         self._host, self._pid = socket.gethostname(), os.getpid()
@@ -215,10 +215,7 @@ class Watchdog:
 
     def _look(self) -> None:
         now, has_met, frame = time.monotonic(), False, self._frame()
-        self._activity.look(frame)
-        if now - self._looked > _PAUSED_S:  # the whole process was paused
-            self._met += now - self._looked
-        self._looked = now
+        self._met += self._activity.look(frame)
         for one in self._logs:
             log = one()
             if log is not None and self._shared.get(log) != log.shared:
@@ -310,9 +307,7 @@ class Watchdog:
         number, self._window = self._window, _window()
         looks, waits = self._looks, self._waits
         self._looks = self._waits = 0
-        has_met = (
-            time.monotonic() - self._met < _LOOKS_FOR_ALARMS * self._seconds
-        )  # else it is no slow rank that it lacks
+        has_met = time.monotonic() - self._met < _LOOKS_FOR_ALARMS * self._seconds  # a rank that hangs is not slow
         if not self._is_steady or not has_met or looks < _WINDOW_S / 2 or waits < _WAITS_MUCH * looks:
             return
         if self._said_waits:
