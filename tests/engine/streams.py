@@ -205,7 +205,7 @@ class Order(TorchDispatchMode):
                 )
 
     def __exit__(self, *exception: object) -> None:
-        for watch in self._watches.values():
+        for watch in [*self._watches.values()]:  # a disk's thread may add one meanwhile
             watch.detach()
         super().__exit__(*exception)
 

@@ -66,13 +66,25 @@ def compute_in_grandchild(until: threading.Event) -> None:
         os.killpg(shell.pid, signal.SIGKILL)
 
 
-def test_a_thread_that_waits_stands_still() -> None:
-    assert seen(partial(stillness, 40), threading.Event.wait) > 0.7
+ALONE = {"SHARDWISE_TESTS": "activity"}
+"""A process of its own, in which no thread of another test works."""
+
+
+def stillness_here(doing: Callable[[threading.Event], object], looks: int) -> float:
+    return float(seen(partial(stillness, looks), doing))
+
+
+def wait(until: threading.Event) -> None:
+    until.wait()
+
+
+def test_a_thread_that_waits_stands_still(ranks: Any) -> None:
+    assert ranks(1, **ALONE).run(stillness_here, wait, 40)[0] > 0.7
 
 
 @pytest.mark.parametrize("doing", [compute, compute_elsewhere, compute_in_grandchild])
-def test_a_process_that_computes_moves(doing: Callable[[threading.Event], object]) -> None:
-    assert seen(stillness, doing) < 0.7
+def test_a_process_that_computes_moves(doing: Callable[[threading.Event], object], ranks: Any) -> None:
+    assert ranks(1, **ALONE).run(stillness_here, doing, 6)[0] < 0.7
 
 
 def in_barrier(ranks: int) -> tuple[bool, str, str]:
