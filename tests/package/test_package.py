@@ -20,8 +20,9 @@ import shardwise
 
 ROOT = Path(__file__).parents[2]
 EPOCH = "1700000000"
+# Lines are written whole: under torchrun, `print` writes the end of a line for itself, and ranks come in between.
 TWO_RANKS = """
-import torch, torch.distributed as dist, shardwise as sw
+import sys, torch, torch.distributed as dist, shardwise as sw
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = sw.shard(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)), "full_shard")
@@ -34,7 +35,7 @@ for _ in range(3):
     optimizer.zero_grad()
     losses.append(loss.item())
 assert losses[0] > losses[2], losses
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {sw.__file__}", flush=True)
+sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()}: {sw.__file__}\\n")
 dist.destroy_process_group()
 """
 
