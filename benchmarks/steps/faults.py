@@ -45,6 +45,7 @@ def main() -> int:
         right = wanted in ended.words and (fault in GOING_ON or ended.seconds < TIMEOUT_S + MARGIN_S)
         missed += not right
         line = next((line for line in ended.words.splitlines() if wanted in line), "-").strip()
+        line = line.replace(f"{Path.cwd()}/", "")
         rows.append([fault, seconds(ended), line, seconds(peer), last_line(peer), "PASS" if right else "MISSED"])
         print(*rows[-1], sep=" | ", flush=True)
     head = ["rank 1", "shardwise: s", "it says", "FSDP2: s", "its rank 0 says last", ""]

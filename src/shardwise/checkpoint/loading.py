@@ -28,7 +28,7 @@ from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.engine.extensions.offloaded import shard_stores
 from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.torch_patches import with_state
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, one_line
 from shardwise.modules.adapters import adapter_config, adapter_names
 from shardwise.modules.deferred_init.deferral import give_buffers
 from shardwise.offload.offloaded_state import OffloadedState
@@ -123,10 +123,18 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
             with_state.add(optimizer)
             random = reading.training["rng"]
             if len(random) == peers.world_size and random[peers.rank]:  # JAX's processes have none
-                random_state.restore(random[peers.rank], peers.device)
+                _restore_random(reading.contents, random[peers.rank], peers.device)
     mib, direct_mib = sum(read.read_bytes for read in done) / 2**20, sum(read.direct_bytes for read in done) / 2**20
     _log.info("%s: rank %d read %.1f MiB, %.1f of them past the page cache", path, peers.rank, mib, direct_mib)
     return reading.result()
+
+
+def _restore_random(contents: Contents, saved: Any, device: torch.device) -> None:
+    try:
+        random_state.restore(saved, device)
+    except Exception as error:  # Python's, numpy's or torch's about a state that is none
+        what = f"a random state in it is none: {one_line(error, with_type=True)}"
+        raise CheckpointError(f"{contents}/{training_json.NAME} is damaged: {what}") from None
 
 
 @contextmanager
@@ -322,6 +330,12 @@ class _Reading:
         Otherwise raise CheckpointError, or without `strict` report the group's options as missing."""
         options = [optimizer_state.options_of(one) for one in saved]
         if all(one == options[0] for one in options):
+            for key, value in options[0].items() if options else ():
+                if not optimizer_state.may_be(group.get(key), value):
+                    raise CheckpointError(
+                        f"{self.contents} has {key}={value!r} for group {number} of the optimizer, which has "
+                        f"{group[key]!r} there: it is damaged, or of another version of the optimizer"
+                    )
             self._options += [(group, one) for one in saved[:1]]
         elif strict:
             raise CheckpointError(

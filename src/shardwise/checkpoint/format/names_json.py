@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,36 +67,48 @@ def encode(tensors: Sequence[NamedTensor]) -> bytes:
     return (json.dumps({"format": _FORMAT, "tensors": described}, separators=(",", ":")) + "\n").encode()
 
 
-def decode(text: str | bytes) -> list[NamedTensor]:
-    """The inverse of `encode`. Raises ValueError, with the reason, for any other document."""
+def decode(text: str | bytes, most_numel: int) -> list[NamedTensor]:
+    """The inverse of `encode`. `most_numel`: elements of all of the model's tensors, which no tensor has more of.
+
+    Raises ValueError, with the reason, for any other document.
+    """
     try:
         document = json.loads(text)
         if document["format"] != _FORMAT:
             raise ValueError(f"format {document['format']!r} is unknown")
-        return [_named(entry) for entry in document["tensors"]]
-    except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        return [_named(entry, most_numel) for entry in document["tensors"]]
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
-def read(contents: Contents) -> list[NamedTensor]:
+def read(contents: Contents, stored: Mapping[str, tuple[int, ...]]) -> list[NamedTensor]:
     """Read a checkpoint's `names.json`; empty if all names are the same, or if the version that saved it did not write
-    the file.
+    the file. `stored`: the shapes of the tensors in the model's files.
 
     Raises CheckpointError if it is damaged.
     """
     if NAME not in contents.manifest.files:
         return []
     try:
-        return decode(contents.read(NAME))
+        named = decode(contents.read(NAME), sum(map(math.prod, stored.values())))
+        for tensor in named:
+            for place in tensor.places:
+                if stored.get(place.name) != place.shape:
+                    raise ValueError(f"there is no {place.name!r} of shape {place.shape}")
+        return named
     except (OSError, EOFError, ValueError) as error:
         raise CheckpointError(f"{contents}/{NAME} is damaged: {error}") from None
 
 
-def _named(entry: Any) -> NamedTensor:
+def _named(entry: Any, most_numel: int) -> NamedTensor:
     shape = _sizes(entry["shape"])
+    if max(math.prod(shape), *(math.prod(_sizes(stored)) for _, stored, _ in entry["places"])) > most_numel:
+        raise ValueError(f"a tensor of shape {shape} has more elements than the model")
     places = tuple(Place(str(name), _sizes(stored), _runs(runs, stored)) for name, stored, runs in entry["places"])
-    names = tuple(map(str, entry["names"]))
-    if not names or not places or not tile([place.runs for place in places], math.prod(shape)):
+    names = tuple(entry["names"]) if isinstance(entry["names"], list) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{entry['names']!r} are no names")
+    if not places or not tile([place.runs for place in places], math.prod(shape)):
         raise ValueError(f"{names} of shape {shape} are incomplete")
     return NamedTensor(names, shape, places)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.format.local_tensor import DTYPES, NAMES, Piece, piece_of
 from shardwise.checkpoint.format.training_json import check_json
 from shardwise.checkpoint.names.wrappers import unwrapped_name
-from shardwise.errors import UsageError
+from shardwise.errors import CheckpointError, UsageError
 from shardwise.fsdp.sharded_parameter import SHARDED_ATTRIBUTE, ShardedParameter, types_of_lists
 from shardwise.offload.step import host_step_of, store_of
 from shardwise.sharded.extensions.optimizer_state import NUMBERS
@@ -174,6 +174,15 @@ def options_of(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in saved.items() if key not in {"fqns", *_BY_POSITION}}
 
 
+def may_be(before: Any, value: Any) -> bool:
+    """Return whether an option of a group, which has one value, may get a saved one: numbers stay numbers, and a tuple
+    its length."""
+    if isinstance(before, tuple):
+        return isinstance(value, list) and len(value) == len(before)
+    is_number = isinstance(before, int | float | Tensor) and not isinstance(before, bool)
+    return not (is_number and isinstance(value, str | list | dict))
+
+
 def restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Write a saved group's options into a group of the same kind of optimizer."""
     for key, value in options_of(saved).items():
@@ -184,6 +193,14 @@ def restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[key] = tuple(value) if isinstance(before, tuple) else value
 
 
+def number(saved: Mapping[str, Any], shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return a saved number as a tensor of a shape. Raises CheckpointError if its dtype does not hold it."""
+    try:
+        return torch.full(tuple(shape), saved["scalar"], dtype=DTYPES[saved["dtype"]], device=device)
+    except RuntimeError as error:
+        raise CheckpointError(f"the optimizer's number {saved['scalar']!r} is no {saved['dtype']}: {error}") from None
+
+
 def scalar(name: str, saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Return a saved number as the tensor that the optimizer expects: on the parameter's device if its step is fused or
     capturable, otherwise on the CPU.
@@ -191,14 +208,10 @@ def scalar(name: str, saved: Mapping[str, Any], parameter: Tensor, group: Mappin
     `name`: of the state. State in the shape of a one-element parameter that was not sharded when it was saved is now
     sharded like the parameter.
     """
-    dtype = DTYPES[saved["dtype"]]
     if isinstance(parameter, ShardedParameter) and name not in NUMBERS and tuple(saved["shape"]) == parameter.shape:
-        return ShardedParameter(
-            torch.full((parameter.fragment.numel,), saved["scalar"], dtype=dtype, device=parameter.device),
-            parameter.placement,
-        )
+        return ShardedParameter(number(saved, (parameter.fragment.numel,), parameter.device), parameter.placement)
     device = parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-    return torch.full(saved["shape"], saved["scalar"], dtype=dtype, device=device)
+    return number(saved, saved["shape"], device)
 
 
 def target_for(

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from shardwise.checkpoint.format.contents import Contents
+from shardwise.checkpoint.format.safetensors_layout import ITEM_BYTES
 from shardwise.errors import CheckpointError, UsageError
 
 NAME = "training.json"
@@ -85,6 +86,50 @@ def read(contents: Contents) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(contents.read(NAME))
         if document["format"] != _FORMAT:
             raise ValueError(f"format {document['format']!r} is unknown")
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        _check(document)
+    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{contents}/{NAME} is damaged: {type(error).__name__}: {error}") from None
     return document
+
+
+def _check(document: Mapping[str, Any]) -> None:
+    """Raise ValueError or KeyError unless a document has what `describe` gives one, and what an optimizer's has."""
+    for key in ("step", "world_size"):
+        _expect(type(document[key]) is int and document[key] >= 0, key, document[key])
+    _expect(isinstance(document["shardwise"], str), "shardwise", document["shardwise"])
+    _expect(isinstance(document["rng"], list), "rng", document["rng"])
+    _expect(isinstance(document["extra"], dict | None), "extra", document["extra"])
+    optimizer = document["optimizer"]
+    if optimizer is None:
+        return
+    _expect(isinstance(optimizer, dict), "optimizer", optimizer)
+    _expect(isinstance(optimizer["class"], str), "optimizer.class", optimizer["class"])
+    _expect(isinstance(optimizer["dtypes"], dict), "optimizer.dtypes", optimizer["dtypes"])
+    _expect(isinstance(optimizer["groups"], list), "optimizer.groups", optimizer["groups"])
+    for group in optimizer["groups"]:
+        _expect(isinstance(group, dict) and _are_names(group.get("fqns")), "one of optimizer.groups", group)
+    state = optimizer["state"]
+    _expect(isinstance(state, dict), "optimizer.state", state)
+    for fqn, values in state.items():
+        where = f"optimizer.state[{fqn!r}]"
+        _expect(isinstance(values, dict), where, values)
+        for name, value in values.items():
+            _expect(not isinstance(value, dict) or _is_of_state(value), f"{where}[{name!r}]", value)
+
+
+def _is_of_state(value: Mapping[str, Any]) -> bool:
+    """Whether a value says which tensor it is, or is a tensor of one number."""
+    if "scalar" not in value:
+        return isinstance(value.get("tensor"), str)
+    shape, number = value.get("shape"), value["scalar"]
+    is_one = isinstance(shape, list) and all(size == 1 and type(size) is int for size in shape)
+    return is_one and isinstance(number, int | float) and value.get("dtype") in ITEM_BYTES
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _expect(is_right: bool, where: str, value: object) -> None:
+    if not is_right:
+        raise ValueError(f"{where} is {json.dumps(value)[:80]}")

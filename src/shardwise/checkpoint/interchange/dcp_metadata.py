@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.format.safetensors_layout import TORCH_NAMES
@@ -94,7 +94,13 @@ class _Record:
             self.arguments = tuple(state)
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """pickle's own in Python. The one in C allocates what a file says: 64 GiB for a large index in its memo."""
+
+    dispatch: ClassVar = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
+    }
+
     def __init__(self, path: Path, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self._path = path

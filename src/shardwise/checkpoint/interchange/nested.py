@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.checkpoint.format import names_json
-from shardwise.checkpoint.format.local_tensor import DTYPES
+from shardwise.checkpoint.format import names_json, optimizer_state
 from shardwise.checkpoint.format.training_json import is_json
 from shardwise.checkpoint.interchange.checkpoint_contents import CheckpointContents, LazyTensor, LazyTensors
 from shardwise.checkpoint.interchange.rearranged import as_in_memory, as_stored
@@ -47,7 +46,10 @@ def nested_state(contents: CheckpointContents) -> dict[str, Any]:
     The model is as `state_dict()` has it in memory, as far as that is known: all names of a tied tensor are there, with
     the very same value.
     """
-    state: dict[str, Any] = {"model": dict(as_in_memory(contents.model, contents.names))}
+    try:
+        state: dict[str, Any] = {"model": dict(as_in_memory(contents.model, contents.names))}
+    except ValueError as error:
+        raise CheckpointError(f"{names_json.NAME} is damaged: {error}") from None
     if contents.optimizer is not None:
         state["optimizer"] = {
             "state": {
@@ -73,7 +75,9 @@ def _value(contents: CheckpointContents, value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "scalar" in value:
-        return torch.full(value["shape"], value["scalar"], dtype=DTYPES[value["dtype"]], device="cpu")
+        return optimizer_state.number(value, value["shape"], torch.device("cpu"))
+    if value["tensor"] not in contents.state:
+        raise CheckpointError(f"the optimizer's state has no tensor {value['tensor']!r}")
     return contents.state[value["tensor"]]
 
 
@@ -121,7 +125,8 @@ def parse(values: Mapping[Key, Any], refused: Mapping[Key, str], with_optimizer:
         model, state, optimizer, step, extra, left_out=(*left_out, *(dotted(key) for key in unread))
     )
     try:  # the names that shardwise's files had before it was converted; unless it has changed since
-        names = names_json.decode(file_names) if file_names is not None else []
+        most = sum(tensor.numel for tensor in model.values())
+        names = names_json.decode(file_names, most) if isinstance(file_names, str) else []
         return replace(contents, model=as_stored(model, names), names=names) if names else contents
     except ValueError:
         return contents

@@ -113,8 +113,9 @@ def read_checkpoint(path: Location) -> CheckpointContents:
     """Return the contents of a committed checkpoint of `sw.checkpoint.save`. Raises CheckpointError."""
     contents = Contents.of(path)
     training = training_json.read(contents)
+    model = lazy_tensors(contents, tensor_files.find_model(contents).files)
     return CheckpointContents(
-        lazy_tensors(contents, tensor_files.find_model(contents).files),
+        model,
         lazy_tensors(contents, tensor_files.find(contents, "optimizer").files),
         training["optimizer"],
         training["step"],
@@ -123,7 +124,7 @@ def read_checkpoint(path: Location) -> CheckpointContents:
         left_out=tuple(
             f"{name} of ranks other than 0" for name in tensor_files.find(contents, per_rank_buffers.STEM).tensors
         ),
-        names=names_json.read(contents),
+        names=names_json.read(contents, {name: tensor.shape for name, tensor in model.items()}),
     )
 
 

@@ -23,7 +23,7 @@ from shardwise.checkpoint.format.local_tensor import bytes_of
 from shardwise.checkpoint.interchange.checkpoint_contents import CheckpointContents, LazyTensor
 from shardwise.checkpoint.interchange.nested import Key, nested_state
 from shardwise.checkpoint.publish import commit
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, one_line
 from shardwise.files.local_file import read_at, write_at
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -51,14 +51,16 @@ def _read_fakes(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
             view.seek(0)
             with FakeTensorMode():
                 return torch.load(cast(IO[bytes], view), map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain values, so it was not read: {_refused(error)}"
         ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {' '.join(str(error).split())[:200]}") from None
+    except Exception as error:  # torch's unpickler checks little of what a damaged file makes it do
+        raise CheckpointError(f"{path} is damaged: {one_line(error, with_type=True)}") from None
 
 
 def _refused(error: Exception) -> str:
@@ -74,6 +76,8 @@ def _lazy(path: Path, start: int, fake: FakeTensor) -> LazyTensor:
     first = start + _offset(fake)
     shape, stride, marks = tuple(fake.shape), fake.stride(), (fake.is_conj(), fake.is_neg())
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if fake.numel() else 0
+    if extent and first + extent * fake.dtype.itemsize > path.stat().st_size:
+        raise CheckpointError(f"{path} is damaged: it ends before the data of a tensor of shape {shape}")
 
     def load() -> Tensor:
         values = torch.empty(extent, dtype=fake.dtype, device="cpu")

@@ -240,7 +240,7 @@ _OTHERS_NAMES = {
 def _unknown(keys: Sequence[str]) -> str:
     """Return the message for a key that does not exist, with the most similar existing key."""
     known = list(_known_names())
-    name = ".".join(keys)
+    name = " ".join(".".join(keys).split())
     if len(keys) == 1:
         sections = list(Config.model_fields)
         near = difflib.get_close_matches(name, sections, n=1)

@@ -49,7 +49,7 @@ def kind_of(key: str, row: Mapping[str, Any]) -> str:
     for name, kind in KINDS.items():
         if all(given.keys() & names for names in kind.fields):
             return name
-    raise ConfigError(f"{key}: a row needs {_SHAPES}; this one has {', '.join(given) or 'nothing'}")
+    raise ConfigError(f"{key}: a row needs {_SHAPES}; this one has {' '.join(', '.join(given).split()) or 'nothing'}")
 
 
 def filled(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import logging
 import os
@@ -26,6 +27,7 @@ _COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst"})
 """Suffixes after a table's own; `datasets` decompresses such files."""
 _TABLE, _TABLES = "state.json", "dataset_dict.json"
 """Files by which a folder that `save_to_disk` of `datasets` wrote is recognised: a table, and tables by split."""
+_START_BYTES = 4096
 _BUILDERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "jsonl": ("json", {}),
     "parquet": ("parquet", {}),
@@ -185,6 +187,9 @@ def table_of(file: Path, file_format: str) -> Any:
     if not file.stat().st_size:  # `datasets` raises an unhelpful error for an empty file
         return ()
     builder, options = _BUILDERS[file_format]
+    with file.open("rb") as start:
+        if file_format == "jsonl" and start.read(_START_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:4] == b"null":
+            raise ConfigError(f"data.source: {file} cannot be read as jsonl: its first row is null")  # kills pyarrow 26
     return _loaded(f"data.source: {file} cannot be read as {file_format}", builder, data_files=str(file), **options)
 
 
