@@ -123,6 +123,24 @@ def test_adapters_and_muon_beside_tensor_parallelism(ranks: RankPools, what: str
         torch.testing.assert_close(found[name], value, atol=2e-4, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def _compiled_on_mesh(folder: str, overrides: tuple[str, ...]) -> str:
+    """As `_on_mesh`, with graphs that are traced and differentiated, but not made into kernels, which takes minutes."""
+    torch._dynamo.reset()
+    compiles = nn.Module.compile
+    with mock.patch.object(nn.Module, "compile", lambda block: compiles(block, backend="aot_eager")):
+        return _on_mesh(folder, overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_run_beside_tensor_parallelism(ranks: RankPools) -> None:
+    short = ("train.steps=3", "train.eval_every=0", "model.config.intermediate_size=45")
+    run_alone("log.name=alone", *short)
+    overrides = ("log.name=mesh", "parallel.tp=2", "train.compile=true", *short)
+    ranks(4).run(_compiled_on_mesh, str(Path.cwd()), overrides, timeout_s=240)
+    _assert_as_alone("mesh")
+
+
 OWN = ("model.config=none", f"model.factory={__name__}:own_model", "parallel.units=none", "train.steps=3")
 
 
@@ -351,7 +369,6 @@ def test_copies_and_shards_are_names_for_the_same(overrides: list[str], group: i
         ("offload.params=cpu", "offload.params"),
         ("train.optimizer=adamw-8bit", 'train.optimizer = "adamw-8bit"'),
         ("lora.base=nf4", 'lora.base = "nf4"'),
-        ("train.compile=true", "train.compile"),
         ("parallel.backend=jax", 'parallel.backend = "jax"'),
     ],
 )

@@ -248,7 +248,8 @@ def test_what_cannot_be_is_refused(entry: Any) -> None:
     names_json.decode(json.dumps({"format": 1, "tensors": [WHOLE]}), 10**6)
     text = json.dumps({"format": 1, "tensors": [entry]})
     with pytest.raises(
-        ValueError, match=r"Error: |are incomplete|are no names|negative size|runs (do not fit|go beyond)|elements overlap"
+        ValueError,
+        match=r"Error: |are incomplete|are no names|negative size|runs (do not fit|go beyond)|elements overlap",
     ):
         names_json.decode(text, 10**6)
 

@@ -104,7 +104,9 @@ def _named(entry: Any, most_numel: int) -> NamedTensor:
     shape = _sizes(entry["shape"])
     if max(math.prod(shape), *(math.prod(_sizes(stored)) for _, stored, _ in entry["places"])) > most_numel:
         raise ValueError(f"a tensor of shape {shape} has more elements than the model")
-    places = tuple(Place(str(name), _sizes(stored), _runs(runs, stored)) for name, stored, runs in entry["places"])
+    places = tuple(
+        Place(str(name), _sizes(stored), _runs(runs, stored, most_numel)) for name, stored, runs in entry["places"]
+    )
     names = tuple(entry["names"]) if isinstance(entry["names"], list) else ()
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{entry['names']!r} are no names")
@@ -137,10 +139,13 @@ def _progressions(runs: IndexMap) -> Iterator[list[int]]:
         first = last + 1
 
 
-def _runs(progressions: Any, stored: Sequence[int]) -> IndexMap:
+def _runs(progressions: Any, stored: Sequence[int], most_numel: int) -> IndexMap:
     numel = math.prod(_sizes(stored))
     table = np.array([[*run, 1, 0, 0][:6] for run in progressions], dtype=np.int64).reshape(-1, 6)
     here, there, length, count, step_here, step_there = table.T
+    farthest = np.abs(table[:, :2].astype(float)) + np.abs(table[:, 3:4] * table[:, 4:].astype(float))
+    if (farthest > most_numel).any():  # before their sums overflow
+        raise ValueError(f"runs go beyond a tensor of shape {tuple(stored)}")
     elements = sum(a * b for a, b in zip(length.tolist(), count.tolist(), strict=True))
     if (table[:, 2:4] < 1).any() or elements > numel:  # before memory for them is allocated
         raise ValueError(f"runs do not fit a tensor of shape {tuple(stored)}")

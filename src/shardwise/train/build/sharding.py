@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.model_tools.classes import classes_named
+from shardwise.modules.adapters import wrapped_by
 from shardwise.policy.settings import SHARD
 from shardwise.train.config.schema import HYBRID_STRATEGIES, LoraConfig, OffloadConfig, ParallelConfig
 from shardwise.train.process.ranks import Ranks
@@ -73,15 +76,26 @@ def compile_blocks(model: nn.Module) -> int:
     """Compile every repeated block in place; torch compiles the first of a kind and reuses the code for the others.
 
     Blocks are compiled one by one, because a sharded model gathers and frees parameters between blocks, where a graph
-    of the whole model would have to break anyway. Not collective. Call it after `sw.shard`.
+    of the whole model would have to break anyway. Inside a block, layers that are cut over a tensor axis are called
+    outside of the graphs, because torch cannot trace their DTensors, whose memory comes and goes. Not collective. Call
+    it after `sw.shard`.
 
     Returns:
         The number of blocks.
     """
     found = list(blocks(model))
     for block in found:
+        for module in block.modules():
+            if _is_cut(module) or _is_cut(wrapped_by(module)):
+                module._compiled_call_impl = torch.compiler.disable(module._call_impl)  # as `compile`, with its hooks
         block.compile()
     return len(found)
+
+
+def _is_cut(module: nn.Module | None) -> bool:
+    """Whether the module itself holds parameters that are DTensors."""
+    own: Iterable[object] = () if module is None else module._parameters.values()
+    return any(isinstance(each, ShardedParameter) and each.placement.part is not None for each in own)
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -598,7 +598,6 @@ class Config(Section):
             **dict.fromkeys(places, True),
             f'train.optimizer = "{train.optimizer}"': train.optimizer == "adamw-8bit",
             f'lora.base = "{self.lora.base}"': self.lora.base is not None,
-            "train.compile": train.compile,
         }
         with_cp = {f'model.task = "{self.model.task}"': self.model.task not in {None, DEFAULT}}
         for axis, size, found in (("tp", parallel.tp, with_tp), ("cp", parallel.cp, with_cp)):
