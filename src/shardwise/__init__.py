@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardwise.fsdp.strategy import Precision, Strategy
     from shardwise.generation.generate import generate
     from shardwise.model_tools.describe import describe
+    from shardwise.model_tools.join import join
     from shardwise.model_tools.manual_unshard import reshard, unshard
     from shardwise.model_tools.memory import memory
     from shardwise.model_tools.reduction import no_sync
@@ -46,6 +47,7 @@ _MODULES = {
     "full_state_dict": "model_tools.unsharded",
     "generate": "generation.generate",
     "init_on_device": "modules.deferred_init.materialize",
+    "join": "model_tools.join",
     "memory": "model_tools.memory",
     "mesh": "engine.setup.mesh_axes",
     "no_sync": "model_tools.reduction",
@@ -122,6 +124,7 @@ __all__ = [
     "full_state_dict",
     "generate",
     "init_on_device",
+    "join",
     "memory",
     "mesh",
     "no_sync",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -45,6 +46,8 @@ class SyncPoint(enum.IntEnum):
     ROUND_OF_GENERATE = 5
     """Ranks only tell each other whether they have finished."""
     SAVE = 6
+    NEXT_BATCH = 7
+    """Ranks only tell each other whether they have another batch, and how much is in it."""
 
 
 class LocalEvent(enum.IntEnum):
@@ -65,6 +68,7 @@ _WORDS = {
     SyncPoint.UNIT_REDUCED: "a unit's step in backward",
     SyncPoint.ROUND_OF_GENERATE: "a round of generate",
     SyncPoint.SAVE: "sw.checkpoint.save",
+    SyncPoint.NEXT_BATCH: "the next batch of sw.join",
 }
 
 
@@ -75,6 +79,10 @@ class CollectiveLog:
         self._mesh = mesh
         self._groups = [group for group in (mesh.shard, mesh.replicate) if group.world_size > 1]
         self._rank = mesh.replicate.rank * mesh.shard.world_size + mesh.shard.rank
+        self.says = 0
+        """A number from 0 to 255 that this rank tells the others whenever they compare."""
+        self.heard: int | None = None
+        """The greatest number that any rank told when they last compared."""
         self._labels: dict[int, str] = {}
         self._hash = 0
         self._entries: list[int] = []
@@ -131,6 +139,16 @@ class CollectiveLog:
         self._append(label)
 
     @property
+    def rank(self) -> int:
+        """This rank's number among all those that compare."""
+        return self._rank
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that compare."""
+        return math.prod(group.world_size for group in self._groups)
+
+    @property
     def last_in_words(self) -> str:
         """The last collective or comparison that this rank has begun; "" if there is none."""
         return self._labels[self._last] if self._last else ""
@@ -170,20 +188,23 @@ class CollectiveLog:
         """
         for _ in self._awaited:
             self._append(LocalEvent.LEFT)
-        own = _HEAD.pack(self._hash, self._rank, self._hash, self._rank) + flags
-        received = self._over_all_groups(own, _combine, point)
+        own = _HEAD.pack(self._hash, self._rank, self._hash, self._rank) + bytes([self.says]) + flags
+        received = self.exchange(own, _combine, point)
         least, lowest, greatest, highest = _HEAD.unpack_from(received)
         if least != greatest:
             self._explain(point, lowest, highest)
         self._forget()
         self._reason = ""
-        return received[_HEAD.size :]
+        self.heard = received[_HEAD.size]
+        return received[_HEAD.size + 1 :]
 
     def is_any(self, flag: bool, point: SyncPoint) -> bool:
         """Return whether the flag is set on any rank. Every rank must call this at the same points."""
-        return self._over_all_groups(bytes([flag]), max, point) != b"\0"
+        return self.exchange(bytes([flag]), max, point) != b"\0"
 
-    def _over_all_groups(self, message: bytes, combine: Combine, point: SyncPoint) -> bytes:
+    def exchange(self, message: bytes, combine: Combine, point: SyncPoint) -> bytes:
+        """Return the messages of all ranks combined, the same on every rank. Compares nothing. Every rank must call
+        this at the same points. `combine`: see `Collectives.exchange`."""
         self.has_abandoned = False
         self.shared, self._last = self.shared + 1, point
         for position, group in enumerate(self._groups):
@@ -213,7 +234,7 @@ class CollectiveLog:
     def _explain(self, point: SyncPoint, one: int, other: int) -> None:
         """Raise the error that names the first difference between two ranks' logs. Every rank must call this."""
         own = {self._rank: [self._entries, self._reason]} if self._rank in {one, other} else {}
-        shown = self._over_all_groups(json.dumps(own).encode(), _merged, point)
+        shown = self.exchange(json.dumps(own).encode(), _merged, point)
         logs, reasons = ({int(rank): sent[i] for rank, sent in json.loads(shown).items()} for i in (0, 1))
         position = next(
             (i for i, pair in enumerate(zip(logs[one], logs[other], strict=False)) if pair[0] != pair[1]),

@@ -156,6 +156,8 @@ class Engine:
         self.hooks = EngineHooks()
         self.read: Callable[[Unit], bool] = lambda unit: False
         """Unshards a unit for an operation that reads its parameters outside a call of it; see `Listener`."""
+        self.collect: Callable[[Unit, Key, Tensor], None] = self.reducer.add
+        """Takes one of this rank's gradients to be reduced."""
         self.report: Callable[[], None] = partial(self.log.abandon, None)
         """Tells peers that a backward raised."""
         self._attached: dict[type, Any] = {}
@@ -529,7 +531,7 @@ class Engine:
             raise UsageError("backward() inside sw.unsharded(model): leave it first, or use torch.autograd.grad")
         if self.backward is not Backward.RUNNING:
             self.begin_backward()
-        self.reducer.add(unit, key, grad)
+        self.collect(unit, key, grad)
 
     def on_step(self) -> None:
         """Note that an optimizer has updated a unit: all ranks must have done so when they next agree."""
