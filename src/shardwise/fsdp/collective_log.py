@@ -48,6 +48,8 @@ class SyncPoint(enum.IntEnum):
     SAVE = 6
     NEXT_BATCH = 7
     """Ranks only tell each other whether they have another batch, and how much is in it."""
+    NEXT_POINT = 11
+    """Ranks that may use different units only tell each other what they have come to."""
 
 
 class LocalEvent(enum.IntEnum):
@@ -69,6 +71,7 @@ _WORDS = {
     SyncPoint.ROUND_OF_GENERATE: "a round of generate",
     SyncPoint.SAVE: "sw.checkpoint.save",
     SyncPoint.NEXT_BATCH: "the next batch of sw.join",
+    SyncPoint.NEXT_POINT: "the next call of a unit inside sw.join",
 }
 
 

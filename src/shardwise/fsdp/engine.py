@@ -86,10 +86,17 @@ class EngineHooks:
     """Called when a unit has been unsharded, and those that come next are being gathered."""
     forward_raised: list[Callable[[Unit, nn.Module, Arguments, BaseException], None]] = field(default_factory=list)
     """Called with a unit whose forward raised, its module and arguments, and the error, to which notes may be added."""
+    end_call: list[Callable[[Place, bool], bool]] = field(default_factory=list)
+    """Called with a call that has returned, before that is recorded, and whether a gradient may flow through it.
+    Returns whether one may on any rank."""
     end_forward: list[Callable[[Place, bool], Sequence[Call[Unit]]]] = field(default_factory=list)
     """Called with a call that is over, and whether it raised. Returns further calls that are over then."""
+    pass_point: list[Callable[[ForwardPass[Unit], int], None]] = field(default_factory=list)
+    """Called when backward is about to pass a point of a forward pass."""
+    unshard_on_demand: list[Callable[[Unit], None]] = field(default_factory=list)
+    """Called when backward needs a unit that is not unsharded, because of a saved tensor."""
     end_backward: list[Callable[[], None]] = field(default_factory=list)
-    """Called when autograd is done, before the last gradients are reduced."""
+    """Called when autograd is done, before the points left are passed and the last gradients reduced."""
     reshard_all: list[Callable[[], None]] = field(default_factory=list)
     """Called before every slot is taken back, between steps."""
 
@@ -267,6 +274,10 @@ class Engine:
             self._pass(newest, newest.point_of_recomputation(unit, torch._C._current_graph_task_id()))
         for hook in self.hooks.begin_forward:
             hook(unit)
+        return self.begin_call(unit, recompute)
+
+    def begin_call(self, unit: Unit, recompute: bool) -> Place:
+        """Record that a call of the unit begins, unshard the unit and let its modules hold the full parameters."""
         self.allocate()
         forward, call = self._forward_pass(recompute), Call(unit, recompute)
         if torch.is_grad_enabled():
@@ -438,9 +449,12 @@ class Engine:
             # A leaf loses its data when the unit is resharded; a view of the leaf keeps the storage.
             output = exchange_tensors(output, lambda p: p.view_as(p) if id(p) in leaves else p)
             tensors = [*output_tensors(output)]
+        watched = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
+        has_backward = bool(watched) or (torch.is_grad_enabled() and any(g.trainable for g in call.unit.groups))
+        for hook in self.hooks.end_call:
+            has_backward = hook(place, has_backward)
         if torch.is_grad_enabled():
-            watched = [tensor for tensor in tensors if tensor.requires_grad]
-            forward.end(call, has_backward=bool(watched) or any(group.trainable for group in call.unit.groups))
+            forward.end(call, has_backward)
             for tensor in watched if call.end >= 0 else ():  # else the call turned grad mode on
                 tensor.register_hook(partial(self.pre_backward, place))
         return output
@@ -457,6 +471,13 @@ class Engine:
         forward, call = place
         self._walk_back(forward, call.begin)
 
+    def walk_back(self, forward: ForwardPass[Unit], position: int) -> None:
+        """Pass the points of a forward pass down to `position`, as backward has done on another rank."""
+        if forward in self._walked:
+            self._pass(forward, position)
+        else:
+            self._walk_back(forward, position)
+
     def _walk_back(self, forward: ForwardPass[Unit], position: int) -> None:
         """Handle every point down to `position` that this backward has not passed yet."""
         if forward.follow(torch._C._current_graph_task_id()):
@@ -469,6 +490,8 @@ class Engine:
 
     def _pass(self, forward: ForwardPass[Unit], position: int = 0) -> None:
         for call, is_end in forward.walk_back(position):
+            for hook in self.hooks.pass_point:
+                hook(forward, call.end if is_end else call.begin)
             if call.has_backward and is_end:
                 self._begin_backward_of(call)
             elif call.is_open:
@@ -501,6 +524,8 @@ class Engine:
         """Unshard `unit` if need be, because backward is about to use a saved tensor or a parameter of it."""
         self.begin_backward()
         if unit.parameters.state in (ParameterState.SHARDED, ParameterState.UNSHARDING):
+            for hook in self.hooks.unshard_on_demand:
+                hook(unit)
             if not unit.calls.in_backward:
                 self.schedule.record(Event(Phase.BACKWARD, unit.index))
             self.unsharder.unshard(unit, again=True)
@@ -550,13 +575,13 @@ class Engine:
         self.backward = Backward.NONE
 
     def _reduce_the_rest(self) -> None:
+        for hook in self.hooks.end_backward:
+            hook()
         for forward in reversed(self._walked):
             self._pass(forward)
         self._walked.clear()
         self._ahead_of_backward = 0
         self._forget_backward()
-        for hook in self.hooks.end_backward:
-            hook()
         for unit in self.units:  # some were unsharded by handles after their own backward
             if unit.calls.are_over and unit.parameters.state is not ParameterState.SHARDED:
                 self._leave_backward(unit)

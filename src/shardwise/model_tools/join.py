@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shardwise import accelerators
+from shardwise.engine.extensions.any_units import any_units_of
 from shardwise.engine.lookup import engines_of
 from shardwise.errors import UsageError
 from shardwise.fsdp.collective_log import CollectiveLog, SyncPoint
@@ -32,7 +33,7 @@ _END: Any = object()
 _COUNT = struct.Struct("<d")
 
 
-def join(model: nn.Module, batches: Iterable[B]) -> Joined[B]:
+def join(model: nn.Module, batches: Iterable[B], any_units: bool = False) -> Joined[B]:
     """Return an iterable over this rank's batches that goes on until every rank has run out of its own.
 
         batches = sw.join(model, loader)
@@ -50,21 +51,26 @@ def join(model: nn.Module, batches: Iterable[B]) -> Joined[B]:
         model: a sharded model, or a module around several, which all ranks train alike.
         batches: this rank's, any number of them. Read one ahead of the loop: the last one is known when it is given
             out. Iterated over anew by each loop.
+        any_units: ranks may use different units in a forward: a tower for pictures where there are some, the head of a
+            rank's own task. Every rank still calls the same module, which chooses inside its forward, and runs as many
+            backwards. Units that a rank does not use are gathered and reduced there too, and their gradients count as
+            zeros; one that no rank uses is left alone. Each call of a unit then costs a few exchanges between hosts.
 
     Every rank must iterate, and leave the loop alike. Whether others have a batch left travels with what ranks compare
     in each step anyway. In a step that compares nothing (inside `sw.no_sync` where weights are kept, or without the
     model), it takes an exchange of its own. Raises UsageError if the model is not sharded.
     """
-    return Joined(model, batches)
+    return Joined(model, batches, any_units)
 
 
 class Joined(Generic[B]):
     """What `sw.join` returns."""
 
-    def __init__(self, model: nn.Module, batches: Iterable[B]) -> None:
+    def __init__(self, model: nn.Module, batches: Iterable[B], any_units: bool = False) -> None:
         """Arguments as of `join`."""
         self._engines = engines_of(model)
         self._batches = batches
+        self._any_units = any_units
         self._is_iterating = False
         self.is_out = False
         """Whether this rank has run out: the batch that it was given is a stand-in, whose gradients are left out."""
@@ -97,7 +103,10 @@ class Joined(Generic[B]):
             raise UsageError("two loops at once over one sw.join: call sw.join for each")
         self._is_iterating = True
         try:
-            yield from self._joined()
+            with ExitStack() as stack:
+                for engine in self._engines if self._any_units else ():
+                    stack.enter_context(any_units_of(engine).allowed())
+                yield from self._joined()
         finally:
             self._is_iterating = self.is_out = False
             self._log.says = 0

@@ -10,7 +10,7 @@ again, and saved tensors are handles.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,6 +37,8 @@ class ManualUnshard:
         """Units unsharded by hand."""
         self._reads: dict[Call[Unit], dict[Unit, Call[Unit]]] = {}
         """By the call that reads: the units that it reads, each with the `Call` that stands for the reads."""
+        self.before_read: Callable[[Unit], None] = lambda unit: None
+        """Called when an operation is about to read a unit, unless the call under way has it unsharded already."""
         engine.read = self.unshard_for_read
         engine.hooks.begin_step.append(self.hide_stale)
         engine.hooks.end_forward.append(self._end_reads)
@@ -103,6 +105,8 @@ class ManualUnshard:
         forward, reader = place
         unit.parameters.note_reads()
         reads = self._reads.setdefault(reader, {})
+        if unit not in reads or unit.parameters.state is not ParameterState.IN_USE:
+            self.before_read(unit)
         if unit not in reads:
             reads[unit] = Call(unit, reader.recompute)
             if reader.begin >= 0:
