@@ -19,7 +19,7 @@ LAYERS = [
     {"model_tools", "watchdog"},
     {"optim"},
     {"plan", "checkpoint"},
-    {"generation"},
+    {"generation", "diagnosis"},
     {"train", "integrations", "compat", "export"},
     {"cli"},
 ]

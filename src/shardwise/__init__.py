@@ -13,6 +13,7 @@ from shardwise.registry import register
 if TYPE_CHECKING:
     from shardwise import checkpoint, optim, plan
     from shardwise.checkpoint.streaming import stream_weights
+    from shardwise.diagnosis.doctor import doctor
     from shardwise.engine.setup.context_parallel import context_attention, sequence_slice
     from shardwise.engine.setup.forward_methods import register_forward_method
     from shardwise.engine.setup.mesh_axes import mesh
@@ -44,6 +45,7 @@ _MODULES = {
     "clip_grad_norm_": "optim.clip",
     "context_attention": "engine.setup.context_parallel",
     "describe": "model_tools.describe",
+    "doctor": "diagnosis.doctor",
     "full_state_dict": "model_tools.unsharded",
     "generate": "generation.generate",
     "init_on_device": "modules.deferred_init.materialize",
@@ -121,6 +123,7 @@ __all__ = [
     "clip_grad_norm_",
     "context_attention",
     "describe",
+    "doctor",
     "full_state_dict",
     "generate",
     "init_on_device",

@@ -7,10 +7,12 @@ a kind of device (`torch.cuda`, ...), so no kind needs code of its own.
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,6 +134,24 @@ def has_memory(device: torch.device) -> bool:
 def total_bytes(device: torch.device) -> int:
     """Return the size of the accelerator's memory in bytes."""
     return int(_module(device).get_device_properties(device).total_memory)
+
+
+def free_host_bytes() -> int:
+    """Return the host memory that new work can have: this machine's, or what its control group's limit leaves."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    free = page * os.sysconf("SC_AVPHYS_PAGES")
+    for line in _lines("/proc/meminfo"):  # counts what the page cache would give back
+        if line.startswith("MemAvailable:"):
+            free = 1024 * int(line.split()[1])
+    limit, used = (next(iter(_lines(f"/sys/fs/cgroup/memory.{what}")), "max") for what in ("max", "current"))
+    return min(free, int(limit) - int(used)) if limit.isdecimal() and used.isdecimal() else free
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
 
 
 # What differs from kind to kind ---------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 import transformers
 
 import shardwise as sw
+from shardwise import device_tools
 from shardwise.cli.app import run
 from shardwise.export import graphs, source
 from shardwise.export import onnx as exporting
@@ -311,7 +312,7 @@ def test_mistakes_are_one_line(options, message, small, tmp_path, monkeypatch, c
 
 
 def test_a_model_too_large_is_refused_with_its_bytes(small, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(source, "_free_bytes", lambda: 2**16)
+    monkeypatch.setattr(device_tools, "free_host_bytes", lambda: 2**16)
     monkeypatch.setattr(source, "_loaded", lambda *_: pytest.fail("weights were read"))
     assert run(["export", str(small[0]), "--onnx", str(tmp_path / "onnx")]) == 2
     numel = sum(parameter.numel() for parameter in small[1].parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise import checkpoint
+from shardwise import checkpoint, device_tools
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.interchange.model_directories import find_model
 from shardwise.checkpoint.interchange.safetensors_files import configuration_of
@@ -86,30 +85,12 @@ def _refuse_large(model_class: Any, config: Any, text: str, times: int) -> None:
     """Raise UsageError if an export of this model would take more memory than there is."""
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in model_class(config).parameters())
-    needed, free = times * 4 * numel, _free_bytes()
+    needed, free = times * 4 * numel, device_tools.free_host_bytes()
     if needed > free:
         raise UsageError(
             f"{text}: exporting its {numel:,} parameters takes about {format_bytes(needed)} of memory, and "
             f"{format_bytes(free)} are free here: export on a larger machine"
         )
-
-
-def _free_bytes() -> int:
-    """Return the memory that new work can have: this machine's, or its control group's limit if that is less."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    free = page * os.sysconf("SC_AVPHYS_PAGES")
-    for line in _lines("/proc/meminfo"):  # counts what the page cache would give back
-        if line.startswith("MemAvailable:"):
-            free = 1024 * int(line.split()[1])
-    limit, used = (next(iter(_lines(f"/sys/fs/cgroup/memory.{what}")), "max") for what in ("max", "current"))
-    return min(free, int(limit) - int(used)) if limit.isdecimal() and used.isdecimal() else free
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="ascii").splitlines()
-    except OSError:
-        return []
 
 
 def _loaded(model_class: Any, path: Path, text: str) -> Any:
