@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardwise as sw
+from shardwise import accelerators
+from shardwise.comm.together import OverGroups
 from shardwise.diagnosis import environment, links
+from shardwise.diagnosis.result import Checks
+from shardwise.fsdp.torch_collectives import collectives_for
 
 VOCABULARY, WIDTH, LENGTH = 29, 8, 6
 Batch = dict[str, Tensor]
@@ -378,3 +382,22 @@ def diagnose(fault: str, **arguments: Any) -> Mapping[str, Any]:
     unhurried = patch.multiple(environment, _TRIED_BYTES=2**16, _SLOW_DISK=0), patch.object(links, "_SLOW", 1e9)
     with unhurried[0], unhurried[1]:  # whatever else this machine does
         return sw.doctor(**{**right(), **globals()[fault](), **arguments}).to_dict()
+
+
+def with_wrong_sums() -> list[list[str]]:
+    """Return what the check of collectives finds where a reduce-scatter adds too much. Runs on ranks."""
+    group = dist.group.WORLD
+    collectives: Any = collectives_for(group, accelerators.of_group(group))
+    true_reduce = collectives.reduce_scatter
+
+    def reduce_scatter(buffer: Any, reductions: Any, label: int = 0) -> Any:
+        work = true_reduce(buffer, reductions, label)
+        work.wait()
+        reductions[0].out[7] += 1
+        return work
+
+    collectives.reduce_scatter = reduce_scatter
+    checks = Checks(OverGroups([collectives]))
+    links.check_links(checks, collectives, ["one"] * 2)
+    collectives.close()
+    return [[one.fqn for one in check.findings] for check in checks.diagnosis.failed if check.name == "collectives"]

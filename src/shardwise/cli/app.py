@@ -10,6 +10,7 @@ import typer
 
 from shardwise import __version__
 from shardwise.cli import bench as bench_script
+from shardwise.cli import doctor as doctor_command
 from shardwise.cli import generate as generate_command
 from shardwise.cli import init as init_command
 from shardwise.cli import plan as plan_command
@@ -286,6 +287,7 @@ def push(
     return Exit.DONE
 
 
+app.command()(doctor_command.doctor)
 app.command()(init_command.init)
 app.command()(generate_command.generate)
 app.command()(plan_command.plan)

@@ -22,7 +22,7 @@ _NUMEL = 4096
 _BYTES = 8 * 2**20
 _REPEATS = 5
 _SLOW = 3.0
-"""How many times slower than the median a rank or a link must be to be named."""
+"""How many times slower than others a rank or a link must be to be named."""
 _SIDE = 384
 """Side of the matrices that are multiplied to find a rank's pace: a few milliseconds on a CPU."""
 Pair = tuple[int, int]
@@ -45,7 +45,7 @@ def check_links(checks: Checks, collectives: Collectives, hosts: Sequence[str]) 
     rates = _pair_rates(checks.ranks, collectives, members)
     what = "hosts" if len(firsts) > 1 else "ranks"
     slowest = min(rates, key=lambda pair: rates[pair])
-    words = f"{format_bytes(rates[slowest])}/s between the slowest of {len(rates)} pair(s) of {what}, ranks {slowest}"
+    words = f"{format_bytes(rates[slowest])}/s between ranks {slowest[0]} and {slowest[1]}, the slowest of {len(rates)} pair(s) of {what}"
     checks.conclude("bandwidth", slow_links(rates), words, {f"{a}-{b}": rate for (a, b), rate in rates.items()})
 
 
@@ -146,18 +146,19 @@ def slow_links(rates: Mapping[Pair, float]) -> Iterator[Finding]:
     Args:
         rates: bytes a second by pair of ranks.
     """
-    median = statistics.median(rates.values())
-    slow = {pair for pair, rate in rates.items() if rate * _SLOW < median}
-    blamed = set()
+    ordered = sorted(rates.values())
+    usual = ordered[int(0.75 * (len(ordered) - 1) + 0.5)]  # one slow rank of four has half of the links
+    slow = {pair for pair, rate in rates.items() if rate * _SLOW < usual}
+    blamed: set[Pair] = set()
     for rank in sorted({rank for pair in slow for rank in pair}):
         own = {pair for pair in rates if rank in pair}
         if len(own) > 1 and own <= slow:
             blamed |= own
             best = format_bytes(max(rates[pair] for pair in own))
-            words = f"none of its links has more than {best}/s, the median is {format_bytes(median)}/s"
+            words = f"none of its links has more than {best}/s, others have {format_bytes(usual)}/s"
             yield Finding(f"rank {rank}", f"{words}: look at its host's network, or leave it out")
     for pair in sorted(slow - blamed):
-        words = f"{format_bytes(rates[pair])}/s, the median is {format_bytes(median)}/s: look at what connects them"
+        words = f"{format_bytes(rates[pair])}/s, others have {format_bytes(usual)}/s: look at what connects them"
         yield Finding(f"ranks {pair[0]} and {pair[1]}", words, {"bytes_per_s": rates[pair]})
 
 

@@ -52,7 +52,7 @@ def launch_task(task: str, path: Path, ranks: int, debug: bool = False) -> Exit:
     does.
 
     Args:
-        task: "train", "generate", "calibrate" or "calibrate-quick".
+        task: "train", "generate", "doctor", "calibrate" or "calibrate-quick".
         path: the file that the task reads or writes.
         ranks: number of ranks.
     """

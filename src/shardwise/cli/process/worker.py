@@ -60,7 +60,7 @@ def run_under_torchrun(path: Path, overrides: Sequence[str], debug: bool) -> Exi
     return end_as_rank(lambda: _train(path, overrides), debug)
 
 
-def end_as_rank(task: Callable[[], None], debug: bool) -> Exit:
+def end_as_rank(task: Callable[[], object], debug: bool) -> Exit:
     """Run a task as one rank of a torchrun that the user started; returns and ends as `run_under_torchrun`."""
     outlive_readers()
     for number in ending_signals():  # torchrun passes these on when it is interrupted
@@ -111,9 +111,16 @@ def _generate(path: Path) -> None:
     run(Request.read(path))
 
 
+def _diagnose(path: Path) -> None:
+    from shardwise.cli.process.diagnosing import Request, run
+
+    run(Request.read(path))
+
+
 _TASKS: dict[str, Callable[[Path], None]] = {
     "train": _train,
     "generate": _generate,
+    "doctor": _diagnose,
     "calibrate": calibrate,
     "calibrate-quick": partial(calibrate, quick=True),
 }

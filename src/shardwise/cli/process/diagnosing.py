@@ -1,0 +1,180 @@
+"""What every rank of `shardwise doctor` runs: the model and the training step of a configuration, or small ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise import hub
+from shardwise.diagnosis.result import Diagnosis
+from shardwise.model_tools.activation_checkpointing import checkpoint_units
+from shardwise.plan.models.transformers_models import quiet_transformers
+from shardwise.train.build import compute_dtype
+from shardwise.train.build.models import build_model
+from shardwise.train.build.optimizer import align_of, build_optimizer
+from shardwise.train.build.sharding import shard_model
+from shardwise.train.config.files import load
+from shardwise.train.config.schema import Config
+from shardwise.train.data.batches import Batches, Share
+from shardwise.train.data.model_files import fetch
+from shardwise.train.loss import DeviceBatch, LossFunction, StepWeights
+from shardwise.train.process.ranks import Ranks, started
+from shardwise.train.tasks.loading import load_task
+
+_VOCABULARY, _WIDTH, _LENGTH = 64, 16, 12
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Everything that a rank needs to know, in values that JSON can hold."""
+
+    config: str | None
+    """The file of a settled configuration; None: a small model is tried."""
+    strategies: Sequence[str]
+    steps: int
+    expected: Sequence[str]
+    out: str | None = None
+    """The file that rank 0 writes the diagnosis to; None: none."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Return the request in a file."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def write(self, path: Path) -> None:
+        """Write the request to a file."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+def run(request: Request) -> Diagnosis:
+    """Diagnose as a request says. Every rank must call this, under torchrun's environment or alone.
+
+    Raises:
+        UserError: the configuration's data or model cannot be used. Every rank raises.
+    """
+    quiet_transformers()
+    with started() as ranks, ExitStack() as stack:
+        status = None
+        if ranks.is_first and sys.stderr.isatty():
+            status = stack.enter_context(Console(stderr=True).status("starting"))
+        given = _small() if request.config is None else _of_config(Path(request.config), request, ranks)
+        found = sw.doctor(
+            **{**given, "expected": [*given.get("expected", ()), *request.expected]},
+            strategies=request.strategies,
+            steps=request.steps,
+            say=None if status is None else status.update,
+        )
+        if ranks.is_first and request.out is not None:
+            Path(request.out).write_text(json.dumps(found.to_dict()), encoding="utf-8")
+    return found
+
+
+def _of_config(path: Path, request: Request, ranks: Ranks) -> dict[str, Any]:
+    """Return what `sw.doctor` is given for a configuration: what its training step would compute with."""
+    config = load(path).for_ranks(ranks.world_size)
+    ranks.work(lambda: fetch(config, False, say=hub.say_nothing) if ranks.is_first else None)
+    with ranks.together():
+        task = load_task(config)
+    config, _ = compute_dtype.settle(config, ranks.device, None)
+    train, global_batch = config.train, config.train.global_batch
+    assert global_batch is not None, "Config.for_ranks fills it in"
+
+    def build() -> nn.Module:
+        return build_model(config.model, task.shape, config.lora)
+
+    @cache
+    def batches(rank: int) -> list[tuple[DeviceBatch, ...]]:  # of a stream, in order
+        share = Share(rank, ranks.world_size, train.micro_batch)
+        drawn = Batches(task.train, share, global_batch, config.data.seed)
+        steps = (drawn.batch(step) for step in range(request.steps + 1))
+        return [tuple(DeviceBatch.of(one, ranks.device) for one in batch) for batch in steps]
+
+    def shard(model: nn.Module, strategy: str) -> nn.Module:
+        parallel = config.parallel.model_copy(update={"strategy": strategy})
+        shard_model(model, parallel, ranks, config.offload, config.lora, align_of(train))
+        checkpoint_units(model, train.activation_checkpointing)
+        return model
+
+    torch.manual_seed(train.seed)
+    return {
+        "build_model": build,
+        "batch_fn": lambda rank, step: batches(rank)[step],
+        "build_optimizer": lambda model: build_optimizer(model, train),
+        "step": _step_of(config, LossFunction(build(), task.objective), ranks),
+        "shard": shard,
+        "targets": lambda batch: sum(one.targets for one in batch),
+        "expected": [f"trainable parameters:{name}" for name in (["*"] if config.lora.r else config.model.freeze)],
+    }
+
+
+def _step_of(config: Config, loss_function: LossFunction, ranks: Ranks) -> Callable[..., dict[str, Any]]:
+    """Return the trainer's step, without what it measures."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[DeviceBatch]) -> dict[str, Any]:
+        own = sum(batch.targets for batch in batches)
+        weights = StepWeights(ranks.count(own), len(batches), ranks.token_ranks)
+        nll = 0.0
+        for batch in batches:
+            loss = loss_function(model, batch)
+            weights.scale(loss).backward()
+            nll += float(loss.nll_sum.detach())
+        norm = sw.clip_grad_norm_(model, config.train.clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": nll / max(1, own), "grad_norm": norm}
+
+    return step
+
+
+# A small model --------------------------------------------------------------------------------------------------------
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.up, self.down = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        y: Tensor = self.down(F.gelu(self.up(self.norm(x + mixed))))
+        return x + y
+
+
+class _Small(nn.Module):
+    """A language model with tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+        self.head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def _small() -> dict[str, Any]:
+    def batch(rank: int, step: int) -> dict[str, Tensor]:
+        ids = torch.randint(_VOCABULARY, (2, _LENGTH), generator=torch.Generator().manual_seed(1000 * step + rank))
+        return {"ids": ids, "labels": ids.roll(-1, 1)}
+
+    torch.manual_seed(0)
+    return {"build_model": _Small, "batch_fn": batch}
