@@ -45,7 +45,8 @@ def check_links(checks: Checks, collectives: Collectives, hosts: Sequence[str]) 
     rates = _pair_rates(checks.ranks, collectives, members)
     what = "hosts" if len(firsts) > 1 else "ranks"
     slowest = min(rates, key=lambda pair: rates[pair])
-    words = f"{format_bytes(rates[slowest])}/s between ranks {slowest[0]} and {slowest[1]}, the slowest of {len(rates)} pair(s) of {what}"
+    words = f"{format_bytes(rates[slowest])}/s between ranks {slowest[0]} and {slowest[1]}, the slowest of {len(rates)}"
+    words = f"{words} pair(s) of {what}"
     checks.conclude("bandwidth", slow_links(rates), words, {f"{a}-{b}": rate for (a, b), rate in rates.items()})
 
 
