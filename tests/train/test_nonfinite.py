@@ -138,7 +138,11 @@ def test_a_run_stops_before_the_step_is_taken(folder: Path, ranks: RankPools, wh
         assert kept
         assert error.startswith("step 3: loss nan" if what == "loss" else "step 3: loss ")
         assert "gradient norm inf" in error or what == "loss"
-        assert "training has diverged; lower train.lr (0.01)" in error
+        assert "training has diverged; " in error
+        assert "; lower train.lr (0.01)" in error
+        assert (
+            "all activations and gradients are finite" if what == "loss" else "it began in the gradient of"
+        ) in error
         assert error.endswith('train.on_nonfinite = "skip"; weights and optimizer state are those of step 2')
     newest = latest("runs/tiny")
     assert newest is not None
@@ -205,3 +209,87 @@ def test_a_loss_in_fp16_that_is_not_finite_still_ends_the_run(folder: Path) -> N
 def test_skipping_needs_a_norm() -> None:
     with pytest.raises(ConfigError, match="steps are taken before it is known whether all gradients are finite"):
         load("tiny.toml", [SKIP, "train.optimizer_in_backward=true", "train.clip=0", "train.global_batch=2"])
+
+
+def nan_in(model: torch.nn.Module, place: str) -> None:
+    """Make the output of a module NaN in its fifth call, the third step's first, on the last rank."""
+    calls = [0]
+
+    def hook(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
+        calls[0] += 1
+        return output * math.nan if calls[0] >= 5 else output
+
+    model.get_submodule(place).register_forward_hook(hook)
+
+
+def diverge_here(folder: Path, place: str) -> str:
+    shard = trainer.Trainer._shard
+
+    def sharded(self: trainer.Trainer, model: torch.nn.Module) -> torch.nn.Module:
+        found = shard(self, model)
+        if self.ranks.rank == self.ranks.world_size - 1:
+            nan_in(found, place)
+        return found
+
+    with (
+        contextlib.chdir(folder),
+        mock.patch.object(trainer.Trainer, "_shard", sharded),
+        pytest.raises(UserError) as error,
+    ):
+        trainer.run(load("tiny.toml", SHORT))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("place", ["model.layers.1.mlp.down_proj", "model.layers.0"])
+def test_the_first_module_with_a_number_that_is_not_finite_is_named(folder: Path, ranks: RankPools, place: str) -> None:
+    for error in ranks(2).run(diverge_here, folder, place, timeout_s=120):
+        assert f"it began in the output of {place}, micro-batch 1, rank 1" in error
+
+
+def spike_here(folder: Path, *overrides: str) -> tuple[list[int], str]:
+    """Train for 14 steps, the eleventh with a loss ten times as high on the last of two ranks."""
+    now, accumulate, take, unchanged = [0], trainer.Trainer._accumulate, trainer.Trainer.step, list[int]()
+
+    def taken(self: trainer.Trainer, number: int) -> None:
+        now[0] = number + 1
+        before = snapshot(self)
+        take(self, number)
+        if same(before, snapshot(self)):
+            unchanged.append(number + 1)
+
+    def accumulated(self: trainer.Trainer, *args: Any) -> Tensor:
+        nll = accumulate(self, *args)
+        return nll * 10 if now[0] == 11 and self.ranks.rank == self.ranks.world_size - 1 else nll
+
+    printed = io.StringIO()
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(printed),
+        mock.patch.object(trainer.Trainer, "step", taken),
+        mock.patch.object(trainer.Trainer, "_accumulate", accumulated),
+    ):
+        trainer.run(load("tiny.toml", ["train.steps=14", "train.skip_spikes_above=1.5", *SHORT, *overrides]))
+    return unchanged, printed.getvalue()
+
+
+def test_a_loss_far_above_the_last_ones_is_not_trained_on(folder: Path, ranks: RankPools) -> None:
+    results = ranks(2).run(spike_here, folder, timeout_s=120)
+    assert [unchanged for unchanged, _ in results] == [[11], [11]]
+    assert "1.5 times the median of the last steps: the step is skipped (1 so far)" in results[0][1]
+    assert [row["skipped_steps"] for row in read("runs/tiny/metrics.jsonl")] == [0] * 10 + [1] * 4
+
+
+def test_a_resumed_run_knows_the_losses_before_a_spike(folder: Path) -> None:
+    whole, _ = spike_here(folder, "log.name=whole")
+    spike_here(folder, "log.name=parts", "train.steps=10", "checkpoint.every=10")
+    parts, printed = spike_here(folder, "log.name=parts")
+    assert whole == parts == [11]
+    assert "resuming" in printed
+    weights = [Path(f"runs/{name}/final/model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("value", ["1", "0.5", "-2"])
+def test_a_limit_below_the_median_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="skip_spikes_above"):
+        load("tiny.toml", [f"train.skip_spikes_above={value}"])

@@ -62,6 +62,7 @@ def test_a_run_writes_what_it_promises(capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().out
     assert "a sample" in printed
     assert "of DDP's bytes per rank" in printed
+    assert re.search(r"^goodput \d+\.\d%: steps .* s, \d+\.\d%; setup ", printed, re.MULTILINE)
 
     assert printed.endswith("report: runs/tiny/report.html\n")
     run = RunLog.read(Path("runs/tiny"))
@@ -277,7 +278,7 @@ def test_dropout_and_weights_follow_the_seed() -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_the_run() -> None:
-    with pytest.raises(UserError, match=r"step \d+: loss .*diverged; lower train\.lr \(1e\+30\)"):
+    with pytest.raises(UserError, match=r"step \d+: loss .*diverged; .*; lower train\.lr \(1e\+30\)"):
         run_alone("train.lr=1e30", "train.clip=0", "train.eval_every=0")
     assert not Path("runs/tiny/final").exists()
 

@@ -20,6 +20,9 @@ An auxiliary loss that a mixture of experts returns beside its logits (`.aux_los
 from __future__ import annotations
 
 import inspect
+import math
+import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -77,6 +80,30 @@ class StepWeights:
         if loss.auxiliary is not None:
             scaled = scaled + loss.auxiliary / self.micro_batches
         return scaled
+
+
+_RECENT, _FEWEST = 32, 8
+
+
+class RecentLosses:
+    """The losses of the last steps that were taken, beside which another one may be a spike."""
+
+    def __init__(self, ratio: float) -> None:
+        """ratio: times their median is the highest loss that is none; 0 = no loss is one."""
+        self.ratio = ratio
+        self.losses: deque[float] = deque(maxlen=_RECENT)
+
+    @property
+    def limit(self) -> float:
+        """The loss above which a step is left out; infinite for the first few steps."""
+        if not self.ratio or len(self.losses) < _FEWEST:
+            return math.inf
+        return self.ratio * statistics.median(self.losses)
+
+    def add(self, loss: float) -> None:
+        """Note the loss of a step that was taken."""
+        if math.isfinite(loss):
+            self.losses.append(loss)
 
 
 class LossFunction:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
@@ -43,7 +44,8 @@ from shardwise.train.data.micro_batch import MicroBatch
 from shardwise.train.data.model_files import fetch, names_of, settled, with_names
 from shardwise.train.data.tokenizer import files_of, sources_in_words
 from shardwise.train.document_mask import check_keeps_apart
-from shardwise.train.loss import DeviceBatch, LossFunction, StepWeights, evaluate
+from shardwise.train.loss import DeviceBatch, LossFunction, RecentLosses, StepWeights, evaluate
+from shardwise.train.nonfinite import where_it_began
 from shardwise.train.output.checkpoints import Checkpoints
 from shardwise.train.output.console import Footprint, RunConsole, compared_with_ddp
 from shardwise.train.output.export import Form, export
@@ -143,6 +145,10 @@ class TakenStep:
     grad_norm: Callable[[], float | None]
     """Waits for the device and returns the gradient norm; None where backward has taken the step."""
     memory: Mapping[str, int | None]
+    batches: Sequence[MicroBatch]
+    """What this rank computed."""
+    limit: float
+    """The loss above which the step was not taken."""
 
 
 class Trainer:
@@ -190,8 +196,7 @@ class Trainer:
         if train.compile:
             compile_blocks(self.model)
         self._seed_dropout()
-        self.optimizer = self._optimizer()
-        self.scaler = sw.GradScaler(ranks.device.type, enabled=needs_loss_scaling(self.config.parallel))
+        self.optimizer, self.scaler = self._optimizer()
         self.answering = None if config.eval.generate is None else Answering(self.config, self.task, self.model, ranks)
         """Evaluates by generation."""
         self.schedule = LearningRateSchedule.of(train)
@@ -202,6 +207,7 @@ class Trainer:
         self.step_times_s: list[float] = []
         self.stopped = torch.zeros((), device=ranks.device)
         """1 from the step that ends the run on, so that steps queued before it is read are not taken either; else 0."""
+        self.recent = RecentLosses(train.skip_spikes_above)
         self.skipped_steps = 0
         """Number of steps that left weights and optimizer state as they were, since the beginning of the run."""
         self.interruption = Interruption()
@@ -233,12 +239,13 @@ class Trainer:
         """Seed this rank's draws: as those of the ranks that work on the same tokens, unlike all others'."""
         torch.manual_seed(self.config.train.seed + 1 + self.ranks.rank // self.ranks.per_slice)
 
-    def _optimizer(self) -> torch.optim.Optimizer:
+    def _optimizer(self) -> tuple[torch.optim.Optimizer, sw.GradScaler]:
         train = self.config.train
         optimizer = build_optimizer(self.model, train)
         if train.optimizer_in_backward:
             sw.optimizer_in_backward(self.model, optimizer, clip=train.clip_units or None)
-        return optimizer
+        scales = needs_loss_scaling(self.config.parallel)
+        return optimizer, sw.GradScaler(self.ranks.device.type, enabled=scales)
 
     def _shard(self, model: nn.Module) -> nn.Module:
         """Shard the model and load its weights, of which each rank reads only its own bytes. Parameters that the
@@ -409,6 +416,7 @@ class Trainer:
         if resumed.extra.get("scaler"):
             self.scaler.load_state_dict(resumed.extra["scaler"])
         self.skipped_steps = resumed.extra.get("skipped_steps", 0)
+        self.recent.losses.extend(resumed.extra.get("recent_losses", ()))
         for path in resumed.set_aside:
             self.console.say(f"a newer checkpoint is damaged and has been set aside: {path}")
         if resumed.step < train.steps:
@@ -433,6 +441,7 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "evaluated": evaluated,
             "skipped_steps": self.skipped_steps,
+            "recent_losses": [*self.recent.losses],
             "best": self.best.to_json(),
             "param_dtype": self.config.parallel.param_dtype,
             "ranks_per_slice": self.ranks.per_slice,
@@ -470,7 +479,15 @@ class Trainer:
         """Wait for a step's results and return its metrics. Every rank must call this."""
         loss = self.ranks.sum([taken.nll() * self.ranks.counts])[0] / taken.targets
         grad_norm = taken.grad_norm()
-        self._check_finite(taken.step, loss, grad_norm)
+        self._check_finite(taken, loss, grad_norm)
+        if loss > taken.limit:
+            self.skipped_steps += 1
+            self.console.say(
+                f"step {taken.step}: loss {loss:.4f} is above {taken.limit:.4f}, {self.recent.ratio:g} times the "
+                f"median of the last steps: the step is skipped ({self.skipped_steps} so far)"
+            )
+        else:
+            self.recent.add(loss)
         now_s = time.perf_counter()
         elapsed_s = now_s - max(taken.start_s, self.last_read_s)  # it may have started before the previous one ended
         self.last_read_s = now_s
@@ -522,7 +539,11 @@ class Trainer:
         nll = self._accumulate(batches, StepWeights(targets, len(batches), self.ranks.token_ranks))
         self.scaler.unscale_(self.optimizer)
         grad_norm = self._clip()
-        self._update(self._not_finite(nll, grad_norm))
+        limit = self.recent.limit
+        skips = self._not_finite(nll, grad_norm)
+        if limit < math.inf:
+            skips = torch.maximum(skips, self._is_above(nll, limit * targets))
+        self._update(skips)
         self.optimizer.zero_grad()
         self.interruption.agreed = self.ranks.count(self.interruption.asked) > 0
         peak = sw.memory(self.model).peak
@@ -536,6 +557,8 @@ class Trainer:
                 nll=device_tools.fetched(nll),
                 grad_norm=(lambda: None) if grad_norm is None else device_tools.fetched(grad_norm),
                 memory={kind: peak.get(kind) for kind in KINDS},
+                batches=batches,
+                limit=limit,
             )
         )
 
@@ -567,6 +590,14 @@ class Trainer:
             self.stopped = torch.maximum(self.stopped, ends if self.scaler.is_enabled() else skips)
             skips = torch.maximum(skips, self.stopped)
         return skips
+
+    def _is_above(self, nll: Tensor, most: float) -> Tensor:
+        """Return 1 (0-d fp32) if the sum of all ranks' negative log-likelihoods is above a limit, else 0. Every rank
+        must call this."""
+        total = nll * self.ranks.counts
+        if self.ranks.world_size > 1:
+            dist.all_reduce(total)
+        return (total > most).float()
 
     def _update(self, skips: Tensor) -> None:
         """Take the optimizer's step unless `skips` (0-d fp32) is 1. Every rank must call this."""
@@ -602,7 +633,7 @@ class Trainer:
             nll += loss.nll_sum.detach()
         return nll
 
-    def _check_finite(self, step: int, loss: float, grad_norm: float | None) -> None:
+    def _check_finite(self, taken: TakenStep, loss: float, grad_norm: float | None) -> None:
         """Count a step that was not taken because its loss or gradient norm is not finite, or raise UserError, as
         `train.on_nonfinite` says. Both numbers are global, so all ranks decide alike.
 
@@ -612,19 +643,30 @@ class Trainer:
         norm_is_finite = grad_norm is None or math.isfinite(grad_norm)
         if math.isfinite(loss) and norm_is_finite:
             return
-        train = self.config.train
+        train, step = self.config.train, taken.step
         found = f"step {step}: loss {loss:g}" + ("" if grad_norm is None else f", gradient norm {grad_norm:g}")
         searching = self.scaler.is_enabled() and math.isfinite(loss)
         if train.on_nonfinite == "stop" and not searching:
             kept = "" if train.optimizer_in_backward else f"; weights and optimizer state are those of step {step - 1}"
             skip = "" if train.optimizer_in_backward else ', or skip such steps with train.on_nonfinite = "skip"'
+            where = "" if train.optimizer_in_backward else f"; {self._where_it_began(taken)}"
             raise UserError(
-                f"{found}: training has diverged; lower train.lr ({train.lr:g}), raise train.warmup_steps or "
+                f"{found}: training has diverged{where}; lower train.lr ({train.lr:g}), raise train.warmup_steps or "
                 f"set train.clip{skip}{kept}"
             )
         self.skipped_steps += 1
         if not searching:
             self.console.say(f"{found}: the step is skipped ({self.skipped_steps} so far)")
+
+    def _where_it_began(self, taken: TakenStep) -> str:
+        """Compute a step that was not taken again, and return where its numbers stop being finite. Every rank must call
+        this."""
+        self.console.doing("looking for the first number that is not finite")
+        weights = StepWeights(taken.targets, len(taken.batches), self.ranks.token_ranks)
+        runs = [partial(self._accumulate, [batch], weights) for batch in taken.batches]
+        found = where_it_began(self.model, runs, self.ranks)
+        self.optimizer.zero_grad()
+        return found
 
     def _evaluate(self, step: int, writer: MetricsWriter | None, directory: RunDirectory) -> bool:
         """Evaluate on the held-out rows and by generation, as far as there are any. Returns False if the evaluation was

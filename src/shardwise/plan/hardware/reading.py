@@ -88,6 +88,7 @@ def _check_table(value: Any, name: str, known: Collection[str]) -> None:
 
 
 def _inside(name: str, key: str) -> str:
+    key = " ".join(key.split())  # a message is one line
     return f"{name}.{key}" if name else key
 
 

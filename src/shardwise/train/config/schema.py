@@ -294,6 +294,9 @@ class TrainConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What happens if the loss or the gradient norm is not finite. It is found before the optimizer's step, which is
     then not taken: "stop" ends the run; "skip" goes on with the next batch, and counts the step in `metrics.jsonl`."""
+    skip_spikes_above: Annotated[float, Field(ge=0)] = 0.0
+    """Leave a step out, with its batch, if its loss is above this many times the median loss of the last 32 steps that
+    were taken; 0 = off. It is found before the optimizer's step, and counted in `metrics.jsonl`."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations; 0 = after the last step only."""
     best_by: Annotated[str, Field(min_length=1)] = "loss"
@@ -330,6 +333,13 @@ class TrainConfig(Section):
             raise ValueError(
                 'on_nonfinite = "skip" with optimizer_in_backward: steps are taken before it is known whether all '
                 "gradients are finite; leave one of them out"
+            )
+        if 0 < self.skip_spikes_above <= 1:
+            raise ValueError(f"skip_spikes_above = {self.skip_spikes_above:g} would skip most steps: set it above 1")
+        if self.optimizer_in_backward and self.skip_spikes_above:
+            raise ValueError(
+                "skip_spikes_above with optimizer_in_backward: steps are taken before the loss of all ranks is known; "
+                "leave one of them out"
             )
         return self
 

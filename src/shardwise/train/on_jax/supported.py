@@ -21,6 +21,7 @@ def check_supported(config: Config) -> None:
         f"model.freeze = {config.model.freeze}": bool(config.model.freeze),
         f'train.optimizer = "{train.optimizer}"': train.optimizer != "adamw",
         f'train.on_nonfinite = "{train.on_nonfinite}"': train.on_nonfinite != "stop",
+        "train.skip_spikes_above": train.skip_spikes_above > 0,
         "train.optimizer_in_backward": train.optimizer_in_backward,
         f'train.activation_checkpointing = "{train.activation_checkpointing}"': train.activation_checkpointing
         not in REMAT,

@@ -51,7 +51,10 @@ def leave_report(directory: RunDirectory, facts: Callable[[], Facts], say: Calla
     fail for its report. Rank 0 only."""
     try:
         facts().write(directory.facts)
-        write_report(directory.report, RunLog.read(directory.path))
+        run = RunLog.read(directory.path)
+        if run.goodput is not None:
+            say(f"goodput {run.goodput:.1%}: {'; '.join(f'{what} {spent}' for what, spent in _spent(run).items())}")
+        write_report(directory.report, run)
     except UserError as error:
         say(f"no report: {error}")
     except Exception as error:
