@@ -22,6 +22,7 @@ BENCHMARKS = {
         "initialisation",
         "abandoned",
         "faults",
+        "soak",
         "same_bits",
         "context_parallel",
         "tensor_parallel",
