@@ -27,6 +27,7 @@ BENCHMARKS = {
         "context_parallel",
         "tensor_parallel",
         "seeing",
+        "hosts",
     ),
     "checkpoints": ("checkpoint", "async_save", "stream"),
     "plans": (

@@ -82,12 +82,32 @@ def test_bytes_sent() -> None:
 def test_measured_collectives_replace_the_data_sheet() -> None:
     points = ((1000.0, 1e-5), (1e6, 1e-3))
     measured = replace(H100, measured=Measured(memory=points, collectives={"all_gather": points}, ranks=2))
-    here = Cluster(measured, find_interconnect("800gbps"), 2, 1)
+    here = Cluster(measured, find_interconnect("800gbps"), 4, 1)
     assert here.seconds("all_gather", 1e6, "shard", 2) == pytest.approx(1e-3)
     assert here.seconds("all_gather", 1e6, "shard", 4) == pytest.approx(1.5e-3)  # three quarters pass instead of half
     assert measured_seconds(points, 10) == 1e-5
     assert measured_seconds(points, 500_500) == pytest.approx(5.05e-4)
     assert measured_seconds(points, 4e6) == pytest.approx(4e-3)
+
+
+def test_what_was_measured_in_a_node_says_nothing_of_the_links_between_nodes() -> None:
+    points = ((1000.0, 1e-5), (1e6, 1e-3))
+    measured = replace(H100, measured=Measured(memory=points, collectives={"all_gather": points}, ranks=2))
+    two_nodes = Cluster(measured, find_interconnect("0.1gbps"), 2, 2)
+    assert two_nodes.seconds("all_gather", 1e6, "shard", 2) == pytest.approx(1e-3)
+    between = 0.75e6 / 12.5e6
+    assert two_nodes.seconds("all_gather", 1e6, "shard", 4) == pytest.approx(between, rel=1e-3)
+    assert two_nodes.seconds("all_gather", 1e6, "replicate", 2) == pytest.approx(2 * 0.5e6 / 12.5e6, rel=1e-3)
+    over_both = replace(two_nodes, hardware=replace(H100, measured=replace(measured.measured, ranks=4)))
+    assert over_both.seconds("all_gather", 1e6, "shard", 4) == pytest.approx(1e-3)
+    assert over_both.seconds("all_gather", 1e6, "shard", 2) == pytest.approx(0.5e6 / 450e9 + 1.9e-6)
+
+
+def test_cpu_ranks_send_their_slices_to_every_rank_of_another_node() -> None:
+    """A node's two ranks send each of their slices, a quarter of the buffer, twice over its link."""
+    two_nodes = Cluster(find_device("cpu"), find_interconnect("1gbps"), 2, 2)
+    assert two_nodes.seconds("all_gather", 1e6, "shard", 4) == pytest.approx(1e6 / 125e6, rel=1e-2)
+    assert two_nodes.seconds("reduce_scatter", 1e6, "replicate", 2) == pytest.approx(2 * 0.5e6 / 125e6, rel=1e-2)
 
 
 def test_an_all_to_all_sends_to_each_rank_where_it_is() -> None:

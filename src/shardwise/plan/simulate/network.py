@@ -3,7 +3,8 @@
 In a ring every byte of the buffer is sent by all ranks but one, so an all_gather or reduce_scatter of S bytes over
 n ranks takes S (n-1)/n over the rate of its slowest link, plus n-1 times the latency of a hop. NCCL runs as many rings
 as a node has adapters, so between nodes the slowest link is all of a node's adapters together, shared by the groups
-that use them at once. (Thakur, Rabenseifner and Gropp, 2005; NCCL's src/graph/tuning.cc.)
+that use them at once. CPU ranks have no rings: each sends its slice directly to every other one. (Thakur, Rabenseifner
+and Gropp, 2005; NCCL's src/graph/tuning.cc.)
 """
 
 from __future__ import annotations
@@ -74,10 +75,10 @@ class Cluster:
         """
         if ranks == 1:
             return 0.0
-        measured = self.hardware.measured
-        if measured is not None and op in measured.collectives:
-            return measured_seconds(measured.collectives[op], nbytes) * _passes(ranks) / _passes(measured.ranks)
         placed = self.place(group, ranks)
+        measured = self.hardware.measured
+        if measured is not None and op in measured.collectives and self._lies_as(placed, measured.ranks):
+            return measured_seconds(measured.collectives[op], nbytes) * _passes(ranks) / _passes(measured.ranks)
         if op == "all_to_all":
             return self._all_to_all_s(nbytes, placed) + self._ring_latency_s(placed)
         once = nbytes * _passes(ranks) / self.bytes_per_s(placed)
@@ -94,11 +95,18 @@ class Cluster:
         shared = self.interconnect.node.bytes_per_s.value / (here * placed.groups_per_node)
         return max((nbytes - away) / own, away / min(own, shared)) / self.link_efficiency
 
+    def _lies_as(self, placed: GroupTopology, measured_ranks: int) -> bool:
+        """Whether collectives of so many measured ranks tell the time of a group's: both are within a node, or the
+        group has just these ranks."""
+        nodes = -(-measured_ranks // self.gpus_per_node)
+        return placed.nodes == nodes and (nodes == 1 or placed.ranks == measured_ranks)
+
     def bytes_per_s(self, placed: GroupTopology) -> float:
-        """Return the rate of the narrowest link of a group's rings."""
+        """Return the rate of the narrowest link of a group's rings; on CPUs, of its direct exchanges."""
         link = self.hardware.link.bytes_per_s.value
         if placed.nodes > 1:
-            link = min(link, self.interconnect.node.bytes_per_s.value / placed.groups_per_node)
+            node = self.interconnect.node.bytes_per_s.value / placed.groups_per_node
+            link = min(link, node / (_direct_passes(placed) if self.hardware.kind == "cpu" else 1.0))
         return link * self.link_efficiency
 
     def _ring_latency_s(self, placed: GroupTopology) -> float:
@@ -124,6 +132,13 @@ def bytes_sent(op: str, nbytes: int, ranks: int) -> float:
 
 def _passes(ranks: int) -> float:
     return (ranks - 1) / ranks
+
+
+def _direct_passes(placed: GroupTopology) -> float:
+    """Return how many times a ring's bytes leave a node where each rank sends its slice to all others, as CPU ranks do:
+    to every rank of other nodes, not only to the next."""
+    here = placed.ranks / placed.nodes
+    return here * (placed.ranks - here) / (placed.ranks - 1)
 
 
 def measured_seconds(points: Points, nbytes: float) -> float:

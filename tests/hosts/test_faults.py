@@ -1,0 +1,103 @@
+"""A host is lost, or cut off: the ranks that are left say so and end in time, and the job resumes when it is back."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.rig import Host
+
+RECIPE = Path(__file__).parents[2] / "examples" / "hosts" / "torchrun.sh"
+TIMEOUT_S, MARGIN_S = 8, 12
+STEPS = 30
+CONFIG = f"""
+[model.config]
+model_type = "gpt2"
+n_embd = 16
+n_layer = 2
+n_head = 2
+
+[data]
+source = "texts/*.txt"
+seq_len = 16
+
+[train]
+steps = {STEPS}
+micro_batch = 1
+lr = 1e-3
+
+[checkpoint]
+every = 4
+"""
+SLOW = """
+import time
+from shardwise.train import trainer
+original = trainer.Trainer.step
+def step(self, number):
+    time.sleep(0.1)
+    return original(self, number)
+trainer.Trainer.step = step
+"""
+
+
+class Job:
+    """A run of `shardwise train` on two hosts, as `examples/hosts/torchrun.sh` starts it."""
+
+    def __init__(self, hosts: tuple[Host, Host], folder: Path) -> None:
+        self.hosts, self.folder = hosts, folder
+        (folder / "texts").mkdir()
+        for i in range(12):
+            (folder / "texts" / f"{i}.txt").write_text(f"the {i} quick brown foxes jump. " * (1 + i % 5))
+        (folder / "run.toml").write_text(CONFIG)
+        (folder / "sitecustomize.py").write_text(SLOW)
+
+    def start(self, host: Host) -> None:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        more = {"PATH": path, "RANKS_PER_HOST": "2", "SHARDWISE_HANG_TIMEOUT_S": str(TIMEOUT_S)}
+        host.start(["sh", str(RECIPE), self.hosts[0].name, "2", "run.toml"], self.output(host), self.folder, **more)
+
+    def output(self, host: Host) -> Path:
+        return self.folder / f"{host.name}.txt"
+
+    def said(self, host: Host) -> str:
+        return self.output(host).read_text(encoding="utf-8")
+
+    def losses(self) -> dict[int, float]:
+        file = self.folder / "runs" / "run" / "metrics.jsonl"
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        return {row["step"]: row["loss"] for row in rows}
+
+    def wait_until(self, what: str, holds: object, seconds: float) -> float:
+        began = time.monotonic()
+        while not holds():  # type: ignore[operator]
+            words = "\n".join(self.said(host) for host in self.hosts)
+            assert time.monotonic() - began < seconds, f"not within {seconds} s: {what}\n{words}"
+            time.sleep(0.1)
+        return time.monotonic() - began
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_when_a_lost_host_is_back(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    first, second = hosts
+    job = Job(hosts, tmp_path)
+    for host in hosts:
+        job.start(host)
+    job.wait_until("ten steps", lambda: len(job.losses()) >= 10, 90)
+    second.lose_power()
+    before = job.losses()
+    job.wait_until(
+        "the ranks that are left name the lost ones", lambda: "rank 2" in job.said(first), TIMEOUT_S + MARGIN_S
+    )
+    second.mend()
+    job.start(second)
+    job.wait_until("the end", lambda: all(one.poll() is not None for host in hosts for one in host.jobs), 120)
+    assert [one.wait() for host in hosts for one in host.jobs] == [0, 0], job.said(first)
+    after = job.losses()
+    assert sorted(after) == list(range(1, STEPS + 1))
+    assert {step: after[step] for step in before} == before
