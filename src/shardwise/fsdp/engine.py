@@ -87,16 +87,16 @@ class EngineHooks:
     forward_raised: list[Callable[[Unit, nn.Module, Arguments, BaseException], None]] = field(default_factory=list)
     """Called with a unit whose forward raised, its module and arguments, and the error, to which notes may be added."""
     end_call: list[Callable[[Place, bool], bool]] = field(default_factory=list)
-    """Called with a call that has returned, before that is recorded, and whether a gradient may flow through it.
-    Returns whether one may on any rank."""
+    """Called with a call that has returned, or a recomputation that was stopped, before that is recorded; and whether a
+    gradient may flow through it. Returns whether one may on any rank."""
     end_forward: list[Callable[[Place, bool], Sequence[Call[Unit]]]] = field(default_factory=list)
     """Called with a call that is over, and whether it raised. Returns further calls that are over then."""
     pass_point: list[Callable[[ForwardPass[Unit], int], None]] = field(default_factory=list)
-    """Called when backward is about to pass a point of a forward pass."""
+    """Called when backward is about to pass a point of a forward pass, which the hook may also pass itself."""
     unshard_on_demand: list[Callable[[Unit], None]] = field(default_factory=list)
     """Called when backward needs a unit that is not unsharded, because of a saved tensor."""
     end_backward: list[Callable[[], None]] = field(default_factory=list)
-    """Called when autograd is done, before the points left are passed and the last gradients reduced."""
+    """Called when autograd is done, before the last gradients are reduced."""
     reshard_all: list[Callable[[], None]] = field(default_factory=list)
     """Called before every slot is taken back, between steps."""
 
@@ -347,6 +347,8 @@ class Engine:
             output = cast_tensors(output, unit.settings.output)
         if failure is None:
             output = self._watch_outputs(place, output)
+        elif call.recompute:  # a checkpoint stops when it has what it needs
+            self._has_backward(place, False)
         self._exit_forward(place, failure)
         if call.has_backward and len(self.forwards) == 1 and not call.recompute and not is_transforming():
             self.log.await_backward(place[0].order)
@@ -450,14 +452,20 @@ class Engine:
             output = exchange_tensors(output, lambda p: p.view_as(p) if id(p) in leaves else p)
             tensors = [*output_tensors(output)]
         watched = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
-        has_backward = bool(watched) or (torch.is_grad_enabled() and any(g.trainable for g in call.unit.groups))
-        for hook in self.hooks.end_call:
-            has_backward = hook(place, has_backward)
+        has_backward = self._has_backward(
+            place, bool(watched) or (torch.is_grad_enabled() and any(g.trainable for g in call.unit.groups))
+        )
         if torch.is_grad_enabled():
             forward.end(call, has_backward)
             for tensor in watched if call.end >= 0 else ():  # else the call turned grad mode on
                 tensor.register_hook(partial(self.pre_backward, place))
         return output
+
+    def _has_backward(self, place: Place, here: bool) -> bool:
+        """Whether a gradient may flow through a call that is over; `here`: on this rank."""
+        for hook in self.hooks.end_call:
+            here = hook(place, here)
+        return here
 
     # Backward -------------------------------------------------------------------------------------------------------
 
@@ -489,13 +497,14 @@ class Engine:
         self._pass(forward, position)
 
     def _pass(self, forward: ForwardPass[Unit], position: int = 0) -> None:
-        for call, is_end in forward.walk_back(position):
+        for point in range(forward.position - 1, position - 1, -1):
             for hook in self.hooks.pass_point:
-                hook(forward, call.end if is_end else call.begin)
-            if call.has_backward and is_end:
-                self._begin_backward_of(call)
-            elif call.is_open:
-                self._end_backward_of(call)
+                hook(forward, point)
+            for call, is_end in forward.walk_back(point):
+                if call.has_backward and is_end:
+                    self._begin_backward_of(call)
+                elif call.is_open:
+                    self._end_backward_of(call)
 
     def _begin_backward_of(self, call: Call[Unit]) -> None:
         """Begin the call's backward."""
@@ -575,10 +584,10 @@ class Engine:
         self.backward = Backward.NONE
 
     def _reduce_the_rest(self) -> None:
-        for hook in self.hooks.end_backward:
-            hook()
         for forward in reversed(self._walked):
             self._pass(forward)
+        for hook in self.hooks.end_backward:
+            hook()
         self._walked.clear()
         self._ahead_of_backward = 0
         self._forget_backward()

@@ -238,6 +238,11 @@ class ForwardPass(Generic[U]):
         """Graph task id of the backward that `_position` belongs to: a retained graph has several backwards."""
         self._position = 0
 
+    @property
+    def position(self) -> int:
+        """How many of its points backward has not passed yet."""
+        return self._position
+
     def begin(self, call: Call[U]) -> None:
         """Note that a call begins, in grad mode."""
         call.begin_at(len(self._points))

@@ -43,12 +43,12 @@ class _Kind(enum.IntEnum):
     """A parameter is read outside a call of its unit."""
     BEGIN = 2
     """A call begins inside another one, or in a recomputation."""
-    END = 3
-    """The innermost call is over."""
-    OUTERMOST = 4
-    """A call begins that is inside no other."""
-    PASS = 5
+    PASS = 3
     """Backward passes a point of a forward pass: of the newest pass first, and its last point first."""
+    END = 4
+    """The innermost call is over."""
+    OUTERMOST = 5
+    """A call begins that is inside no other."""
     FINISH = 6
     """Autograd is done."""
     NONE = 7
@@ -119,8 +119,6 @@ class AnyUnits:
 
     def _begin(self, unit: Unit) -> None:
         recompute = torch._C._current_graph_task_id() != -1
-        if recompute and unit.calls.in_backward:
-            return  # it is unsharded, on every rank
         is_outermost = not recompute and not self._engine.forwards.are_nested
         grad = torch.is_grad_enabled()
         if is_outermost:
@@ -133,8 +131,6 @@ class AnyUnits:
         forward, call = place
         if self._is_playing:
             has_backward = self._ends_with_backward
-        elif call.recompute and call.unit.calls.in_backward:
-            return has_backward
         else:
             with self._inside(place):  # calls that are played now belong to it
                 has_backward = self._reach(_Point(_Kind.END, flag=has_backward))
@@ -197,9 +193,11 @@ class AnyUnits:
             return own.flag
         depth = len(self._open)
         while True:
-            if forward is not None:
-                own = own._replace(first=self._passes.index(forward))
             plays_call = len(self._open) > depth
+            if forward is not None:
+                if not plays_call and forward.position <= _LAST_POSITION - own.second:
+                    return False  # it was passed inside a call that another rank recomputed
+                own = own._replace(first=self._passes.index(forward))
             point = self._agreed(_Point(_Kind.NONE) if plays_call else own)
             if not plays_call and point[:-1] == own[:-1]:
                 return point.flag
@@ -219,7 +217,7 @@ class AnyUnits:
     def _play(self, point: _Point) -> None:
         """Do what another rank does at a point."""
         engine = self._engine
-        unit = engine.units[point.first] if point.kind < _Kind.END else engine.root
+        unit = engine.units[point.first] if point.kind < _Kind.PASS else engine.root
         match point.kind:
             case _Kind.DEMAND:
                 engine.unshard_on_demand(unit)
@@ -230,23 +228,24 @@ class AnyUnits:
                 with torch.set_grad_enabled(grad):
                     engine.begin_call(unit, recompute)
                 self._open.append((unit, grad))
+            case _Kind.PASS:
+                engine.walk_back(self._passes[point.first], _LAST_POSITION - point.second)
             case _Kind.END:
                 unit, grad = self._open[-1]
                 self._ends_with_backward = point.flag
                 with torch.set_grad_enabled(grad):
                     engine.post_forward(unit, ())
-            case _Kind.PASS:
-                engine.walk_back(self._passes[point.first], _LAST_POSITION - point.second)
             case _:
                 raise AssertionError(f"ranks agreed on {point}")
 
     def _refuse(self, own: _Point, point: _Point) -> NoReturn:
+        log = self._engine.log
         mine, theirs = (self._in_words(one) for one in (own, point))
         error = MismatchError(
-            f"this rank {mine}, another one {theirs}. Inside sw.join(any_units=True) a forward may use any units, but "
-            "every rank must call the same module, and the same number of times: choose inside its forward"
+            f"rank {log.rank} {mine}, another one {theirs}. Inside sw.join(any_units=True) a forward uses any units, "
+            "but every rank must call the same module, and equally often: choose inside its forward"
         )
-        self._engine.log.abandon(error)
+        log.abandon(error)
         raise error
 
     def _in_words(self, point: _Point) -> str:
