@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from shardwise.diagnosis.environment import (
-    Facts,
-    clock_findings,
-    device_findings,
-    disk_findings,
-    limit_findings,
-    link_findings,
-    setting_findings,
-    shm_findings,
-    version_findings,
-)
+from shardwise.diagnosis.environment import Facts, clock_findings, disk_findings, machine_findings
 from shardwise.diagnosis.links import rounds, slow_links, slow_ranks
 from tests.diagnosis.faults import with_wrong_sums
 
@@ -24,31 +15,32 @@ RIGHT = Facts("a", {"torch": "2.13"}, "H100", 2**36, {"eth0": "100000 Mb/s"}, ()
 
 
 @pytest.mark.parametrize(
-    ("findings", "change", "about", "words"),
+    ("check", "change", "about", "words"),
     [
-        (version_findings, {"versions": {"torch": "2.12"}}, "torch", "2.13 on rank 0, 2.12 on rank 1"),
-        (device_findings, {"device": "A100"}, "rank 1", "has A100"),
-        (device_findings, {"device_bytes": 2**35}, "rank 1", "of 32.0 GiB"),
-        (link_findings, {"host": "b", "interfaces": {}}, "b", "no network interface is up"),
-        (link_findings, {"ports_down": ("mlx5_0/ports/1",)}, "a mlx5_0/ports/1", "is not active"),
-        (shm_findings, {"shm_bytes": 2**26}, "a", "/dev/shm has 64.0 MiB free"),
-        (limit_findings, {"open_files": 256}, "a", "ulimit -n is 256"),
-        (limit_findings, {"locked_is_limited": True}, "a", "ulimit -l is limited"),
-        (setting_findings, {"settings": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO", "unset on rank 0, Ring on rank 1"),
+        ("versions", {"versions": {"torch": "2.12"}}, "torch", "2.13 on rank 0, 2.12 on rank 1"),
+        ("devices", {"device": "A100"}, "rank 1", "has A100"),
+        ("devices", {"device_bytes": 2**35}, "rank 1", "of 32.0 GiB"),
+        ("links", {"host": "b", "interfaces": {}}, "b", "no network interface is up"),
+        ("links", {"ports_down": ("mlx5_0/ports/1",)}, "a mlx5_0/ports/1", "is not active"),
+        ("shared memory", {"shm_bytes": 2**26}, "a", "/dev/shm has 64.0 MiB free"),
+        ("limits", {"open_files": 256}, "a", "ulimit -n is 256"),
+        ("limits", {"locked_is_limited": True}, "a", "ulimit -l is limited"),
+        ("NCCL settings", {"settings": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO", "unset on rank 0, Ring on rank 1"),
     ],
 )
-def test_a_fact_that_is_wrong_is_named(findings, change, about, words) -> None:
-    assert list(findings([RIGHT, RIGHT])) == []
-    [found] = findings([RIGHT, replace(RIGHT, **change)])
-    assert found.fqn == about
+def test_a_fact_that_is_wrong_is_named(check: str, change: dict[str, Any], about: str, words: str) -> None:
+    assert machine_findings([RIGHT, RIGHT]) == []
+    [(name, found)] = machine_findings([RIGHT, replace(RIGHT, **change)])
+    assert (name, found.fqn) == (check, about)
     assert words in found.words
 
 
 def test_a_setting_that_slows_devices_is_named_on_devices_alone() -> None:
     slow = replace(RIGHT, settings={"NCCL_P2P_DISABLE": "1"})
-    assert "through host memory" in next(setting_findings([slow])).words
-    assert list(setting_findings([replace(slow, device="cpu")])) == []
-    assert list(setting_findings([replace(slow, settings={"NCCL_P2P_DISABLE": "0"})])) == []
+    [(_, found)] = machine_findings([slow])
+    assert "through host memory" in found.words
+    assert machine_findings([replace(slow, device="cpu")]) == []
+    assert machine_findings([replace(slow, settings={"NCCL_P2P_DISABLE": "0"})]) == []
 
 
 def test_clocks_and_disks() -> None:
@@ -76,6 +68,6 @@ def test_a_slow_link_and_a_slow_rank_are_named() -> None:
     assert [one.fqn for one in slow_ranks([10.0, 9.0, 2.5])] == ["rank 2"]
 
 
-def test_a_wrong_answer_of_a_collective_is_named(ranks) -> None:
+def test_a_wrong_answer_of_a_collective_is_named(ranks: Any) -> None:
     for names in ranks(2).run(with_wrong_sums):
         assert names == [["reduce-scatter", "reduce-scatter"]]

@@ -22,12 +22,13 @@ from shardwise.diagnosis.result import Checks, Diagnosis, attempt
 from shardwise.diagnosis.strategies import check_strategy
 from shardwise.diagnosis.subject import (
     Loss,
-    RandomState,
     Step,
     Subject,
     default_loss,
     default_optimizer,
     default_targets,
+    random_states,
+    restore,
     step_of,
 )
 from shardwise.diagnosis.unsharded import refer
@@ -125,13 +126,13 @@ def doctor(  # noqa: PLR0913 - one for each thing that a user may have
             rank=collectives.rank,
             world_size=collectives.world_size,
             steps=steps,
-            random_state=RandomState.now(device),
+            states=random_states(device),
         )
         try:
             with _shared(checks.ranks, directory, len(set(hosts)) == 1) as shared:
                 _check_numerics(checks, subject, collectives, names, shared)
         finally:
-            subject.random_state.restore(device)
+            restore(device, subject.states)
         return checks.diagnosis
     finally:
         collectives.close()

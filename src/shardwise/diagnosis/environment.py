@@ -90,80 +90,64 @@ def check_machines(checks: Checks, device: torch.device, directory: Path) -> lis
         own = facts_here(device)
     facts = ranks.all_gather_object(own)
     hosts = list(dict.fromkeys(one.host for one in facts))
-    first, devices = facts[0], ", ".join(dict.fromkeys(one.device for one in facts))
-    named = ", ".join(f"{name} {number}" for name, number in first.versions.items())
-    checks.conclude("versions", version_findings(facts), named, first.versions)
-    where = f"{len(facts)} rank{'s'[: len(facts) != 1]} on {len(hosts)} host{'s'[: len(hosts) != 1]}: {devices}"
-    checks.conclude("devices", device_findings(facts), where, {"ranks": len(facts), "hosts": len(hosts)})
-    network = ", ".join(f"{name} {rate}" for name, rate in first.interfaces.items()) or "no interface but loopback"
-    checks.conclude("links", link_findings(facts), network if len(hosts) > 1 else f"one host; {network}")
-    checks.conclude("shared memory", shm_findings(facts), f"{format_bytes(first.shm_bytes or 0)} are free")
-    limits = f"{first.open_files:,} open files"
-    checks.conclude("limits", limit_findings(facts), limits, {"open_files": first.open_files})
+    devices = ", ".join(dict.fromkeys(one.device for one in facts))
+    network = ", ".join(f"{name} {rate}" for name, rate in own.interfaces.items()) or "no interface but loopback"
+    found = machine_findings(facts)
+    passed = {
+        "versions": ", ".join(f"{name} {number}" for name, number in own.versions.items()),
+        "devices": f"{len(facts)} rank(s) on {len(hosts)} host(s): {devices}",
+        "links": network if len(hosts) > 1 else f"one host; {network}",
+        "shared memory": f"{format_bytes(own.shm_bytes or 0)} are free",
+        "limits": f"{own.open_files:,} open files",
+        "NCCL settings": ", ".join(f"{name}={value}" for name, value in own.settings.items()) or "none is set",
+    }
+    for name, words in passed.items():
+        checks.conclude(name, [finding for check, finding in found if check == name], words)
     skews_s = clock_skews_s(ranks)
     worst_s = max(map(abs, skews_s))
     words = f"within {worst_s * 1e3:.0f} ms of rank 0's"
     checks.conclude("clocks", clock_findings(skews_s), words, {"skew_s": worst_s})
-    given = ", ".join(f"{name}={value}" for name, value in first.settings.items()) or "none is set"
-    checks.conclude("NCCL settings", setting_findings(facts), given)
     _check_disk(checks, directory, is_first=own.host not in [one.host for one in facts[: ranks.rank]])
     return facts
 
 
-def version_findings(facts: Sequence[Facts]) -> Iterator[Finding]:
-    """Yield a finding for each package whose version differs from rank 0's."""
-    for rank, one in enumerate(facts):
-        for name, number in one.versions.items():
-            if number != facts[0].versions.get(name):
-                known = facts[0].versions.get(name, "absent")
-                words = f"{known} on rank 0, {number} on rank {rank} ({one.host}): install the same on all hosts"
-                yield Finding(name, words)
+def machine_findings(facts: Sequence[Facts]) -> list[tuple[str, Finding]]:
+    """Return what is wrong on some host, or differs from rank 0's: names of checks, and findings."""
+    several = len({one.host for one in facts}) > 1
+    each = [(*_differences(rank, one, facts[0]), *_lacks(one, several)) for rank, one in enumerate(facts)]
+    return [(check, Finding(about, words)) for found in each for check, about, words in found]
 
 
-def device_findings(facts: Sequence[Facts]) -> Iterator[Finding]:
-    """Yield a finding for each rank whose device is of another kind than rank 0's."""
-    for rank, one in enumerate(facts):
-        if (one.device, one.device_bytes) != (facts[0].device, facts[0].device_bytes):
-            both = [f"{each.device} of {format_bytes(each.device_bytes or 0)}" for each in (facts[0], one)]
-            words = f"has {both[1]}, rank 0 has {both[0]}: all would go at the pace and size of the lesser"
-            yield Finding(f"rank {rank}", f"{words}; give all ranks alike devices")
+def _differences(rank: int, one: Facts, first: Facts) -> Iterator[tuple[str, str, str]]:
+    for name, number in one.versions.items():
+        if number != first.versions.get(name):
+            words = f"{first.versions.get(name, 'absent')} on rank 0, {number} on rank {rank} ({one.host})"
+            yield "versions", name, f"{words}: install the same on all hosts"
+    if (one.device, one.device_bytes) != (first.device, first.device_bytes):
+        theirs, ours = (f"{each.device} of {format_bytes(each.device_bytes or 0)}" for each in (first, one))
+        words = f"has {ours}, rank 0 has {theirs}: all would go at the pace and size of the lesser"
+        yield "devices", f"rank {rank}", f"{words}; give all ranks alike devices"
+    for name in sorted((one.settings.keys() | first.settings.keys()) - _OWN_BY_RANK):
+        here, there = one.settings.get(name, "unset"), first.settings.get(name, "unset")
+        if here != there:
+            yield "NCCL settings", name, f"{there} on rank 0, {here} on rank {rank}: set it alike on all ranks"
+        if name in _SLOWS and here not in {"0", "unset"} and one.device != "cpu":
+            yield "NCCL settings", name, f"is {here}: {_SLOWS[name]}; unset it unless the hardware needs it"
 
 
-def link_findings(facts: Sequence[Facts]) -> Iterator[Finding]:
-    """Yield a finding for each host without a network and each InfiniBand port that is not active."""
-    for one in facts:
-        if not one.interfaces and len({each.host for each in facts}) > 1:
-            yield Finding(one.host, "no network interface is up but loopback: bring one up, or leave the host out")
-        for port in one.ports_down:
-            yield Finding(f"{one.host} {port}", "is not active: look at its cable and at ibstat")
-
-
-def shm_findings(facts: Sequence[Facts]) -> Iterator[Finding]:
-    """Yield a finding for each host with too little shared memory."""
-    for one in facts:
-        if one.shm_bytes is not None and one.shm_bytes < _SHM_BYTES:
-            free, least = format_bytes(one.shm_bytes), format_bytes(_SHM_BYTES)
-            yield Finding(one.host, f"/dev/shm has {free} free of {least}: start its container with --shm-size=8g")
-
-
-def limit_findings(facts: Sequence[Facts]) -> Iterator[Finding]:
-    """Yield a finding for each host whose limits are too low."""
-    for one in facts:
-        if one.open_files < _FILES:
-            yield Finding(one.host, f"ulimit -n is {one.open_files}: raise it to {_FILES} or more")
-        if one.locked_is_limited:
-            yield Finding(one.host, "ulimit -l is limited, and InfiniBand pins memory: set it to unlimited")
-
-
-def setting_findings(facts: Sequence[Facts]) -> Iterator[Finding]:
-    """Yield a finding for each variable of the backends that differs between ranks, or slows devices down."""
-    for rank, one in enumerate(facts):
-        for name in sorted((one.settings.keys() | facts[0].settings.keys()) - _OWN_BY_RANK):
-            here, there = one.settings.get(name, "unset"), facts[0].settings.get(name, "unset")
-            if here != there:
-                yield Finding(name, f"{there} on rank 0, {here} on rank {rank}: set it alike on all ranks")
-            if name in _SLOWS and here not in {"0", "unset"} and one.device != "cpu":
-                yield Finding(name, f"is {here}: {_SLOWS[name]}; unset it unless the hardware needs it")
+def _lacks(one: Facts, several: bool) -> Iterator[tuple[str, str, str]]:
+    """several: whether there are several hosts."""
+    if several and not one.interfaces:
+        yield "links", one.host, "no network interface is up but loopback: bring one up, or leave the host out"
+    for port in one.ports_down:
+        yield "links", f"{one.host} {port}", "is not active: look at its cable and at ibstat"
+    if one.shm_bytes is not None and one.shm_bytes < _SHM_BYTES:
+        words = f"/dev/shm has {format_bytes(one.shm_bytes)} free of {format_bytes(_SHM_BYTES)}"
+        yield "shared memory", one.host, f"{words}: start its container with --shm-size=8g"
+    if one.open_files < _FILES:
+        yield "limits", one.host, f"ulimit -n is {one.open_files}: raise it to {_FILES} or more"
+    if one.locked_is_limited:
+        yield "limits", one.host, "ulimit -l is limited, and InfiniBand pins memory: set it to unlimited"
 
 
 def clock_skews_s(ranks: Together) -> list[float]:

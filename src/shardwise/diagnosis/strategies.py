@@ -290,8 +290,10 @@ def _check_buffers(checks: Checks, trained: _Trained, reference: Reference) -> N
     for rank, of_rank in enumerate(everyone if checks.ranks.is_first else ()):
         for fqn, one in of_rank.items():
             if off := _distance(one, everyone[0][fqn]):
-                words = f"differs by {off:.2g} of its size between rank 0 and rank {rank} after {len(trained.steps)}"
-                words = f"{words} step(s), and checkpoints have rank 0's: average it over ranks (SyncBatchNorm)"
+                words = (
+                    f"differs between rank 0 and rank {rank} after {len(trained.steps)} step(s), and checkpoints have"
+                )
+                words = f"{words} rank 0's: average it over ranks (SyncBatchNorm)"
                 found.append(Finding(fqn, words, {"rank": rank, "off": off}))
     checks.conclude("buffers", found, f"{len(buffers)} are equal on all ranks, and as unsharded")
 

@@ -39,13 +39,13 @@ class Subject:
     rank: int
     world_size: int
     steps: int
-    random_state: RandomState
-    """Of the moment at which the first model was built."""
+    states: tuple[Any, ...]
+    """Random states of the moment at which the first model was built."""
     _batches: dict[tuple[int, int], Any] = field(default_factory=dict)
 
     def build(self) -> nn.Module:
         """Return a new model, from the random numbers of the first one."""
-        self.random_state.restore(self.device)
+        restore(self.device, self.states)
         return self.build_model()
 
     def batch(self, step: int, rank: int | None = None) -> Any:
@@ -149,31 +149,18 @@ def digest(value: Any) -> str:
 # Random numbers -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RandomState:
-    """The random states of Python, numpy, torch and the device."""
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """Return the random states of Python, numpy, torch and the device."""
+    numpy_state = np.random.get_state()
+    return random.getstate(), numpy_state, torch.get_rng_state(), device_tools.random_state(device)
 
-    python: Any
-    numpy: Any
-    host: Tensor
-    device: Tensor
 
-    @classmethod
-    def now(cls, device: torch.device) -> RandomState:
-        """Return the states of this moment."""
-        return cls(
-            random.getstate(),
-            np.random.get_state(),
-            torch.get_rng_state(),
-            device_tools.random_state(device),
-        )
-
-    def restore(self, device: torch.device) -> None:
-        """Go back to these states."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.host)
-        device_tools.set_random_state(device, self.device)
+def restore(device: torch.device, states: tuple[Any, ...]) -> None:
+    """Go back to states that `random_states` returned."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    device_tools.set_random_state(device, states[3])
 
 
 def seed_all(seed: int) -> None:
