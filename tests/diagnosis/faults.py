@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -401,3 +402,69 @@ def with_wrong_sums() -> list[list[str]]:
     links.check_links(checks, collectives, ["one"] * 2)
     collectives.close()
     return [[one.fqn for one in check.findings] for check in checks.diagnosis.failed if check.name == "collectives"]
+
+
+def raises_for_rank_1() -> dict[str, Any]:
+    def of_rank(rank: int, step: int) -> Batch:
+        if dist.get_rank() == 1:
+            raise KeyError(f"rows of rank {rank}")
+        return batch_fn(rank, step)
+
+    return {"batch_fn": of_rank}
+
+
+def raises_for_another_rank() -> dict[str, Any]:
+    def of_own_rank(rank: int, step: int) -> Batch:
+        if rank != dist.get_rank():
+            raise KeyError(f"rows of rank {rank}")
+        return batch_fn(rank, step)
+
+    return {"batch_fn": of_own_rank}
+
+
+class Raising(Block):
+    """Raises on rank 1: in any model, or only in a sharded one."""
+
+    def __init__(self, sharded_only: bool) -> None:
+        super().__init__()
+        self.sharded_only = sharded_only
+
+    def forward(self, x: Tensor) -> Tensor:
+        sharded = not isinstance(self.up.weight, nn.Parameter) or hasattr(self.up.weight, "_shardwise_sharded")
+        if dist.get_rank() == 1 and (sharded or not self.sharded_only):
+            raise ValueError("a value that rank 1 cannot use")
+        return super().forward(x)
+
+
+def _raising(sharded_only: bool) -> dict[str, Any]:
+    def build_model() -> nn.Module:
+        model: Any = build()
+        model.blocks[1] = Raising(sharded_only)
+        return model
+
+    return {"build_model": build_model}
+
+
+def raises_whole() -> dict[str, Any]:
+    return _raising(False)
+
+
+def raises_sharded() -> dict[str, Any]:
+    return _raising(True)
+
+
+def accumulating() -> dict[str, Any]:
+    """Two micro-batches a step, of which the first is not reduced where the model is sharded."""
+
+    def step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> Tensor:
+        halves = [{name: tensor[at : at + 1] for name, tensor in batch.items()} for at in (0, 1)]
+        with (
+            sw.no_sync(model) if any(isinstance(p, sw.ShardedParameter) for p in model.parameters()) else nullcontext()
+        ):
+            backward(model, halves[0])
+        loss = backward(model, halves[1])
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return {"step": step}

@@ -35,10 +35,14 @@ FAULTS = {
     "unused": ("every fragment changes", "spare.weight", "no gradient reached it"),
     "hidden_module": ("hidden references", "spares", "is no submodule"),
     "raises_on_one_rank": ("model", "rank 1", "OSError: no such weights"),
+    "raises_for_another_rank": ("data", "rank 0", "KeyError: 'rows of rank 1'"),
+    "raises_for_rank_1": ("data", "rank 1", "KeyError: 'rows of rank 1'"),
+    "raises_whole": ("unsharded", "rank 1", "ValueError: a value that rank 1 cannot use"),
+    "raises_sharded": ("trains", "rank 1", "ValueError: a value that rank 1 cannot use"),
 }
 """By fault: the check that fails first, what it is about, and its words."""
 
-RIGHT = ("right", "on_meta", "with_dropout", "in_bf16", "every_strategy", "expected")
+RIGHT = ("right", "on_meta", "with_dropout", "in_bf16", "every_strategy", "expected", "accumulating")
 
 
 def _diagnosed(ranks: Any, name: str) -> Diagnosis:

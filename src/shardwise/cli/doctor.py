@@ -162,7 +162,7 @@ def _show(path: Path, as_json: bool) -> Exit:
     else:
         console.print(_table(found))
         console.print(Text(found.summary, "green" if found.ok else "bold red"))
-        if not found.ok:
+        if found.way_out:
             console.print(Text(found.way_out, "dim"))
     return Exit.DONE if found.ok else Exit.FAILED
 

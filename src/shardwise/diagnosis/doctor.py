@@ -104,9 +104,9 @@ def doctor(  # noqa: PLR0913 - one for each thing that a user may have
     names = [Strategy.parse(strategy).value for strategy in strategies]
     group = dist.group.WORLD if dist.is_initialized() else None
     device = accelerators.of_group(group)
-    collectives = collectives_for(group, device)
+    control, collectives = collectives_for(group, device), collectives_for(group, device)
     try:
-        checks = Checks(OverGroups([collectives]), expected)
+        checks = Checks(OverGroups([control]), collectives.abandon, expected)
         tell = say if say is not None and collectives.rank == 0 else lambda _: None
         tell("looking at the machines")
         hosts = [facts.host for facts in check_machines(checks, device, Path(directory or tempfile.gettempdir()))]
@@ -136,6 +136,7 @@ def doctor(  # noqa: PLR0913 - one for each thing that a user may have
         return checks.diagnosis
     finally:
         collectives.close()
+        control.close()
 
 
 def _check_numerics(
@@ -149,9 +150,9 @@ def _check_numerics(
         has = f"a diagnosis takes {format_bytes(nbytes)} on each rank, and there are {format_bytes(least)}"
         checks.skip("numerics", f"{has}: give a smaller model of the same kind, with fewer layers")
         return
-    if attempt(checks, "data", lambda: [subject.batch(0)]) is None:
-        return
     is_own = check_data(checks, subject)
+    if is_own is None:
+        return
     whole = attempt(checks, "model", lambda: whole_model(checks, subject, collectives, strategies[0]))
     if whole is None:
         return

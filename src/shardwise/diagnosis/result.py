@@ -9,13 +9,17 @@ from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from shardwise.errors import one_line
+from shardwise.errors import CollectiveTimeout, MismatchError, PeerError, one_line
 from shardwise.together import Together
 
 T = TypeVar("T")
 Numbers = Mapping[str, float | int | str]
 _SHOWN = 3
 """Findings of one check that its reason quotes, and names that have the same words."""
+
+
+CONSEQUENCES = (CollectiveTimeout, MismatchError, PeerError)
+"""Errors of a rank whose peer raised another."""
 
 
 class Status(enum.StrEnum):
@@ -81,8 +85,11 @@ class Diagnosis:
 
     @property
     def way_out(self) -> str:
-        """What to do about a finding that is meant to be so."""
-        first = next((f"{check.name}:{check.fqn}" for check in self.failed), "CHECK:FQN")
+        """What to do about a finding that is meant to be so; empty if there is none but errors."""
+        named = (f"{check.name}:{one.fqn}" for check in self.failed for one in check.findings)
+        first = next((name for name in named if ":rank " not in name), "")
+        if not first:
+            return ""
         return (
             f'what is meant to be so: sw.doctor(..., expected=["{first}"]), --expect "{first}"; * stands for any name'
         )
@@ -113,15 +120,22 @@ class Diagnosis:
             f"{check.status:<7}  {check.name}{f' ({check.strategy})' if check.strategy else ''}: {check.reason}"
             for check in self.checks
         ]
-        return "\n".join([*lines, self.summary, *([self.way_out] if self.failed else [])])
+        return "\n".join([*lines, self.summary, *([self.way_out] if self.way_out else [])])
 
 
 class Checks:
     """Collects checks. Every method is collective: all ranks call it, and all get the same checks."""
 
-    def __init__(self, ranks: Together, expected: Sequence[str] = ()) -> None:
-        """expected: patterns "CHECK:FQN" of findings that are meant to be so."""
-        self.ranks = ranks
+    def __init__(
+        self, ranks: Together, abandon: Callable[[str], object] = lambda _: None, expected: Sequence[str] = ()
+    ) -> None:
+        """
+        Args:
+            ranks: with a channel of their own.
+            abandon: tells peers that wait in a collective of a task why this rank does not take part.
+            expected: patterns "CHECK:FQN" of findings that are meant to be so.
+        """
+        self.ranks, self.abandon = ranks, abandon
         self.strategy: str | None = None
         self._expected = expected
         self._checks: list[Check] = []
@@ -179,16 +193,21 @@ def _finite(numbers: Numbers) -> Numbers:
 
 
 def attempt(checks: Checks, name: str, task: Callable[[], T]) -> T | None:
-    """Return what a task returns. If it raises on some rank, add a failed check and return None, on every rank, which
-    must all call this. The task may have collectives."""
+    """Return what a task returns. If it raises on some rank, add a failed check and return None, on every rank. All
+    must call this. The task may have collectives: peers that wait in one learn of the error."""
     results: list[T] = []
-    words = ""
+    cause = consequence = ""
     try:
         results.append(task())
+    except CONSEQUENCES as error:
+        consequence = one_line(error, with_type=True)
     except Exception as error:
-        words = one_line(error, with_type=True)
-    failures = checks.ranks.all_gather_object(words)
-    if not any(failures):
+        cause = one_line(error, with_type=True)
+        checks.abandon(cause)
+    everyone = checks.ranks.all_gather_object((cause, consequence))
+    causes = [Finding(f"rank {rank}", said) for rank, (said, _) in enumerate(everyone) if said]
+    consequences = [Finding(f"rank {rank}", said) for rank, (_, said) in enumerate(everyone) if said]
+    if not causes and not consequences:
         return results[0]
-    checks.conclude(name, [Finding(f"rank {rank}", said) for rank, said in enumerate(failures) if said], "")
+    checks.conclude(name, (causes or consequences) if checks.ranks.is_first else (), "")
     return None

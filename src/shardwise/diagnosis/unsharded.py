@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.diagnosis.result import CONSEQUENCES
 from shardwise.diagnosis.subject import Subject, Taken, floats_in, take, tracing
 from shardwise.errors import one_line
 from shardwise.fsdp.collectives import Collectives
@@ -149,6 +150,8 @@ def attempted(subject: Subject, model: nn.Module, optimizer: Optimizer, batch: A
     """Take a step with the whole model; return also why it failed after its backward, or nothing."""
     try:
         return take(subject.step, model, optimizer, batch, seed), ""
+    except CONSEQUENCES:
+        raise
     except (AttributeError, TypeError, RuntimeError) as error:
         if not any(p.grad is not None for p in model.parameters()):
             raise

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.accelerators import CPU
-from shardwise.diagnosis.result import Checks, Finding
+from shardwise.diagnosis.result import Checks, Finding, attempt
 from shardwise.diagnosis.subject import Subject, digest, floats_in, moved, tracing
 from shardwise.diagnosis.unsharded import Whole, attempted, ties_of
 from shardwise.fsdp.collectives import Collectives
@@ -27,17 +27,24 @@ _WEIGHT = 0.25
 _SEED = 1
 
 
-def check_data(checks: Checks, subject: Subject) -> bool:
+def check_data(checks: Checks, subject: Subject) -> bool | None:
     """Add the check that each rank has batches of its own, the same whichever process asks; return whether it
-    passed. Every rank must call this."""
+    passed, None if a batch could not be drawn. Every rank must call this."""
     rank, size, steps = subject.rank, subject.world_size, range(subject.steps)
     other = (rank + 1) % size
-    own, of_other = ([digest(moved(subject.batch_fn(one, step), CPU)) for step in steps] for one in (rank, other))
+
+    def drawn(of: int) -> list[str]:
+        return [digest(moved(subject.batch_fn(of, step), CPU)) for step in steps]
+
+    found_here = attempt(checks, "data", lambda: (drawn(rank), drawn(other), drawn(rank), subject.batch(0)))
+    if found_here is None:
+        return None
+    own, of_other, again, _ = found_here
     everyone = checks.ranks.all_gather_object(own)
     found = []
     for step in steps:
         twins = [one for one in range(size) if everyone[one][step] == own[step]]
-        if digest(moved(subject.batch_fn(rank, step), CPU)) != own[step]:
+        if again[step] != own[step]:
             found.append(
                 Finding(f"step {step}", f"batch_fn({rank}, {step}) gave another batch when called again{_PURE}")
             )
