@@ -2,7 +2,7 @@
 
 Each round starts the command of a user, waits until some steps have been taken, and then, at a random moment, kills a
 rank, kills the launcher, kills all of it at once, stops a rank for a while, or asks the run to end (SIGTERM).
-Losses and weights are compared bit by bit. A round fails if a process outlives its run by a minute.
+Losses and weights are compared bit by bit. A round fails if a process outlives its run by four minutes.
 """
 
 from __future__ import annotations
@@ -97,11 +97,13 @@ class Run:
                 continue
         return sorted(mine)
 
-    def wait(self, until: Callable[[], bool], what: str, most_s: float = 60) -> None:
+    def wait(self, until: Callable[[], bool], what: str, most_s: float = 240) -> None:
         end = time.monotonic() + most_s
         while not until():
             if time.monotonic() > end:
-                raise SystemExit(f"{what} has not happened in {most_s} s; see {self.output.name}")
+                kill_all(self)
+                last = Path(self.output.name).read_text()[-3000:]
+                raise SystemExit(f"{what} has not happened in {most_s} s; the run's last words are\n{last}")
             time.sleep(0.01)
 
     def has_ended(self) -> bool:
@@ -123,7 +125,7 @@ def kill_launcher(run: Run, draw: random.Random) -> None:
     kill(run.launcher.pid)
 
 
-def kill_all(run: Run, draw: random.Random) -> None:
+def kill_all(run: Run, draw: random.Random | None = None) -> None:
     for pid in (run.launcher.pid, *run.ranks()):
         kill(pid)
 
