@@ -184,15 +184,31 @@ def test_a_process_with_a_process_group_is_told_whether_the_answer_is_stored_or_
         dist.destroy_process_group()
 
 
+class Cut(Regression):
+    tp_plan = MappingProxyType({"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        for block in self.blocks:
+            block.up, block.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+
+class Talks(Cut):
+    """Its ranks talk about something else."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        dist.all_reduce(torch.ones(2))
+        return super().forward(*args, **kwargs)
+
+
+def test_collectives_of_the_model_over_other_groups_are_refused() -> None:
+    with pytest.raises(
+        PlanError, match="calls all_reduce over a process group that is no tensor- or context-parallel axis"
+    ):
+        record(Talks, job_of(4, tp=2))
+
+
 def test_a_model_of_ones_own_states_its_plan() -> None:
-    class Cut(Regression):
-        tp_plan = MappingProxyType({"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
-
-        def __init__(self) -> None:
-            super().__init__(3)
-            for block in self.blocks:
-                block.up, block.down = nn.Linear(6, 12), nn.Linear(12, 6)
-
     recorded = record(Cut, job_of(2, tp=2))
     assert sent_over_axis(recorded) == [("all_reduce", 4 * 6 * 4)] * 6  # each block's output and input gradient
 

@@ -17,6 +17,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from shardwise.errors import PlanError
 from shardwise.fsdp.collectives import Work
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.plan.dry_run.axis_collectives import WAIT, AxisCollective, axis_collective_of, group_name_of
@@ -303,7 +304,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _communicate(self, collective: AxisCollective, args: tuple[Any, ...], out: Any) -> None:
-        """Record a collective that the model's code launches."""
+        """Record a collective that the model's code launches. Raises PlanError if it is over no axis of the job."""
         copy = operation_of(torch.ops.aten.clone.default) if collective.copies else None
         if copy is not None:
             self._follow(copy, args[:1], {}, out)
@@ -312,6 +313,11 @@ class Recorder(TorchDispatchMode):
                 self._emit(block)
         self._collectives += 1
         number = self._collectives
+        if group_name_of(args) not in self.groups:
+            raise PlanError(
+                f"{self.module or 'the model'} calls {collective.op} over a process group that is no tensor- or "
+                "context-parallel axis of the job: plans know no others"
+            )
         group, ranks = self.groups[group_name_of(args)]
         nbytes = collective.sizes(args, out, ranks)
         self._emit(ActivationCollective(number, collective.op, nbytes, ranks, self.module, self.phase, group))
