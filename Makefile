@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -c constraints.txt
 # Some images set it. Every rank and every command would then compile the package anew: a second of processor time each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-integrations setup-docs train check test test-slow test-integrations test-torch site gpu test-gpu lint clean
+.PHONY: setup setup-integrations setup-docs train check test test-slow test-integrations test-torch site gpu test-gpu audit lint clean
 
 setup: $(STAMP)
 
@@ -69,6 +69,12 @@ $(VENV)/.integrations-done: $(STAMP)
 	@$(PIP) --quiet -e '.[dev-integrations]'
 	@touch $@
 
+# Known vulnerabilities of the versions in constraints.txt, as PyPI lists them today. Not part of CI: the answer changes
+# without a commit.
+audit: setup
+	@test -x .venv-audit/bin/pip-audit || { $(PYTHON) -m venv .venv-audit && .venv-audit/bin/pip install --quiet pip-audit; }
+	@.venv-audit/bin/pip-audit -r constraints.txt --no-deps --disable-pip
+
 # The site of docs/, in site/: `make site && .venv/bin/python -m http.server -d site`. Any warning ends it.
 site: setup-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
@@ -112,4 +118,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .venv-torch-* site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* .venv-audit site .mypy_cache .pytest_cache .ruff_cache
