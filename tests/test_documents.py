@@ -101,7 +101,7 @@ def test_lines_that_install_name_extras_that_exist() -> None:
 
 
 def test_there_are_commands_on_the_pages() -> None:
-    named = {"init", "train", "generate", "inspect", "convert", "push", "plan", "bench", "export", "report"}
+    named = {"init", "train", "generate", "inspect", "convert", "push", "plan", "bench", "export", "report", "doctor"}
     assert {words[0] for words in COMMANDS} == named
     assert len(COMMANDS) >= 15
 
@@ -135,7 +135,7 @@ def test_commands_are_taken_as_printed(
         text = Path("run.toml").read_text()
         Path("run.toml").write_text('[model]\npath = "my-model"\n' + text if "[model]" not in text else text)
     assert run(words) == 0, capsys.readouterr().err
-    assert bool(begun) == (words[0] in {"train", "push", "plan", "bench"} or "--ranks" in words)
+    assert bool(begun) == (words[0] in {"train", "push", "plan", "bench", "doctor"} or "--ranks" in words)
 
 
 @pytest.mark.slow
