@@ -202,9 +202,7 @@ class Talks(Cut):
 
 
 def test_collectives_of_the_model_over_other_groups_are_refused() -> None:
-    with pytest.raises(
-        PlanError, match="calls all_reduce over a process group that is no tensor- or"
-    ):
+    with pytest.raises(PlanError, match="calls all_reduce over a process group that is no tensor- or"):
         record(Talks, job_of(4, tp=2))
 
 
