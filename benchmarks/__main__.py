@@ -28,6 +28,7 @@ BENCHMARKS = {
         "tensor_parallel",
         "seeing",
         "hosts",
+        "uneven",
     ),
     "checkpoints": ("checkpoint", "async_save", "stream"),
     "plans": (

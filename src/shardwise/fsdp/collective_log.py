@@ -70,8 +70,8 @@ _WORDS = {
     SyncPoint.UNIT_REDUCED: "a unit's step in backward",
     SyncPoint.ROUND_OF_GENERATE: "a round of generate",
     SyncPoint.SAVE: "sw.checkpoint.save",
-    SyncPoint.NEXT_BATCH: "the next batch of sw.join",
-    SyncPoint.NEXT_POINT: "the next call of a unit inside sw.join",
+    SyncPoint.NEXT_BATCH: "the next batch",
+    SyncPoint.NEXT_POINT: "the next call of a unit",
 }
 
 
