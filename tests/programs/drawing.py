@@ -4,7 +4,7 @@ What `sw.shard` documents as refused is not drawn; this is all of it:
 - `optimizer.step()`, or a change of `requires_grad`, while gradients of a `sw.no_sync` wait to be reduced;
 - fewer slots than the nesting of units needs;
 - a unit's method other than forward (helpers with methods are no units);
-- units that run on some ranks only: heads that are chosen by rank lie inside a unit;
+- units that run on some ranks only: heads that are chosen by rank lie inside a unit, unless ranks are `joined`;
 - weights written between a forward and its backward;
 - `sw.release`, and copies, while gradients of a `sw.no_sync` wait;
 - ties between a module that is sharded first and the rest of the model;
@@ -57,16 +57,29 @@ MOST_NODES = 14
 UNITS: dict[Units, int] = {"marked": 5, None: 2, 10: 1, 40: 1, "classes": 2}
 
 
-def program_of(seed: int, uneven: bool = False, tensor: bool = False) -> Program:
+def program_of(seed: int, uneven: bool = False, tensor: bool = False, joined: bool = False) -> Program:
     """The program of a seed. `uneven`: ranks may skip parts of units that others run. `tensor`: its mesh has a tensor
-    axis too."""
-    return draw(Random(seed), uneven, tensor)
+    axis too. `joined`: ranks may skip units that others run."""
+    return draw(Random(seed), uneven, tensor, joined)
 
 
-def draw(random: Random, uneven: bool = False, tensor: bool = False) -> Program:
+def draw(random: Random, uneven: bool = False, tensor: bool = False, joined: bool = False) -> Program:
     """A program by the numbers that come."""
-    program = _Drawing(random, uneven).program()
+    program = _Drawing(random, uneven or joined).program()
+    program = _with_units_by_rank(program, random) if joined else program
     return _beside_tensor_axis(program, random) if tensor else program
+
+
+def _with_units_by_rank(program: Program, random: Random) -> Program:
+    """The same program, with units in what only some ranks run."""
+
+    def marked(node: Node, skipped: bool) -> Node:
+        below = skipped or node.kind == "depth"
+        children = tuple(marked(child, below) for child in node.children)
+        return dataclasses.replace(node, children=children, unit=node.unit or (skipped and random.random() < 0.5))
+
+    actions = tuple(Release() if isinstance(action, Copy) else action for action in program.actions)
+    return dataclasses.replace(program, model=marked(program.model, False), actions=actions, joined=True)
 
 
 MOST_RANKS = 8
@@ -297,7 +310,7 @@ def is_legal(program: Program) -> bool:
     first = program.model.children[:1]
     recomputed = any(isinstance(action, Train) and action.recompute for action in program.actions)
     return (
-        _is_divided_legally(program.sharding.units, program.model)
+        (program.joined or _is_divided_legally(program.sharding.units, program.model))
         and (not program.sharding.first or any(map(_has_own_parameters, first)))
         and (not recomputed or _is_recomputable(program.model))
         and _waits_legally(program.actions)

@@ -189,6 +189,8 @@ class Program(_Short):
     sharding: Sharding = Sharding()
     optimizer: str = "sgd"
     actions: tuple[Action, ...] = ()
+    joined: bool = False
+    """Ranks may use different units, as inside `sw.join(any_units=True)`."""
 
     @property
     def ranks(self) -> int:

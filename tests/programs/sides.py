@@ -22,6 +22,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.engine.extensions.any_units import any_units_of
+from shardwise.engine.lookup import require_engine
 from tests.programs import parts
 from tests.programs.feed import WALKS, Batch, Losses, Place, batch_of
 from tests.programs.parts import DTYPES, Model, OnPurpose, build, unpacked
@@ -325,6 +327,8 @@ class Sharded(Side):
         self._moment = model.moment
         super().__init__(program, shard(program, model, mesh))
         self._rank = rank
+        self._joined = any_units_of(require_engine(self.model)).allowed() if program.joined else nullcontext()
+        self._joined.__enter__()
 
     @property
     def buffers(self) -> dict[str, Tensor]:

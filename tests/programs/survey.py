@@ -1,6 +1,6 @@
 """Many random programs, compared with plain torch on ranks: prints what goes wrong and how to see it again.
 
-    python tests/programs/survey.py --programs 5000 --seed 0 [--uneven] [--tensor] [--without shape:two_forwards ...]
+    python tests/programs/survey.py --programs 5000 --seed 0 [--uneven | --joined] [--tensor] [--without FEATURE ...]
     python tests/programs/survey.py --replay SEED
     python tests/programs/survey.py --shrink SEED
     python tests/programs/survey.py --program "Program(...)"
@@ -39,10 +39,14 @@ def main(arguments: list[str]) -> int:
         if options.program is not None:
             return _show(fleet, eval(options.program, vars(language)))
         if options.replay is not None:
-            return _show(fleet, program_of(options.replay, options.uneven, options.tensor))
+            return _show(fleet, _drawn(options.replay, options))
         if options.shrink is not None:
-            return _shrink(fleet, program_of(options.shrink, options.uneven, options.tensor))
+            return _shrink(fleet, _drawn(options.shrink, options))
         return _survey(fleet, options)
+
+
+def _drawn(seed: int, options: argparse.Namespace) -> Program:
+    return program_of(seed, options.uneven, options.tensor, options.joined)
 
 
 def _parsed(arguments: list[str]) -> argparse.Namespace:
@@ -51,6 +55,7 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first one; the next have the next seeds")
     parser.add_argument("--minutes", type=float, help="stop after so long")
     parser.add_argument("--uneven", action="store_true", help="ranks may skip parts of units that others run")
+    parser.add_argument("--joined", action="store_true", help="ranks may skip units that others run")
     parser.add_argument("--tensor", action="store_true", help="meshes with a tensor axis, which cuts some of the model")
     parser.add_argument("--without", nargs="+", default=[], metavar="FEATURE", help="leave out programs that have one")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one, with tracebacks")
@@ -65,7 +70,7 @@ def _survey(fleet: Fleet, options: argparse.Namespace) -> int:
     for number, seed in enumerate(_seeds(options)):
         if number == options.programs or (options.minutes and time.monotonic() - start > 60 * options.minutes):
             break
-        result = fleet.run(program_of(seed, options.uneven, options.tensor))
+        result = fleet.run(_drawn(seed, options))
         outcomes[result.outcome] += 1
         for feature in features(result.program):
             by_feature.setdefault(feature, Counter())[result.outcome] += 1
@@ -83,7 +88,7 @@ def _seeds(options: argparse.Namespace) -> Iterator[int]:
     without = set(options.without)
     seed = options.seed
     while True:
-        if not without or without.isdisjoint(features(program_of(seed, options.uneven, options.tensor))):
+        if not without or without.isdisjoint(features(_drawn(seed, options))):
             yield seed
         seed += 1
 

@@ -38,13 +38,18 @@ def test_random_programs_beside_a_tensor_axis_match(ranks: RankPools, seeds: ran
     _match(ranks, seeds, tensor=True)
 
 
-def _match(ranks: RankPools, seeds: range, tensor: bool = False) -> None:
+@pytest.mark.slow
+def test_random_programs_whose_ranks_use_different_units_match(ranks: RankPools) -> None:
+    _match(ranks, range(12), joined=True)
+
+
+def _match(ranks: RankPools, seeds: range, tensor: bool = False, joined: bool = False) -> None:
     failed = []
     with Fleet(ranks) as fleet:
         for seed in seeds:
-            result = fleet.run(program_of(seed, tensor=tensor))
+            result = fleet.run(program_of(seed, tensor=tensor, joined=joined))
             if result.outcome is not Outcome.OK:
-                again = f"python tests/programs/survey.py {'--tensor ' * tensor}--replay {seed}"
+                again = f"python tests/programs/survey.py {'--tensor ' * tensor}{'--joined ' * joined}--replay {seed}"
                 failed.append(f"seed {seed} ({again}):\n{result}\n{result.program}")
     assert not failed, "\n\n".join(failed)
 
