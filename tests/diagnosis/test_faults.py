@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+import shardwise as sw
 from shardwise.diagnosis.result import Check, Diagnosis
-from tests.diagnosis.faults import diagnose
+from shardwise.errors import UserError
+from tests.diagnosis.faults import diagnose, right
 
 FAULTS = {
     "outside_the_optimizer": ("optimizer", "blocks.1.norm.bias", "no group of the optimizer holds it"),
@@ -75,6 +77,27 @@ def test_a_rank_alone_is_diagnosed() -> None:
     assert found.ok, str(found)
     skipped = [check.name for check in found.checks if check.status == "skipped"]
     assert skipped == ["collectives", "token weights"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_fn": None}, "give both build_model and batch_fn"),
+        ({"loss_fn": lambda model, batch: model(**batch)}, "give loss_fn or step, not both"),
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"directory": "absent"}, "directory='absent' is no directory here"),
+        ({"strategies": ["zero4"]}, "did you mean 'zero3'"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        sw.doctor(**{**right(), **arguments})
+
+
+def test_machines_are_diagnosed_without_a_model() -> None:
+    names = [check.name for check in sw.doctor().checks]
+    assert names[0] == "versions"
+    assert names[-1] == "collectives"
 
 
 def test_what_is_found_is_printed_with_a_way_out(ranks: Any) -> None:

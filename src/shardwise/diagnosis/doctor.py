@@ -92,8 +92,8 @@ def doctor(  # noqa: PLR0913 - one for each thing that a user may have
         The checks, the same on every rank. A model or a step that raises is a failed check.
 
     Raises:
-        UsageError: only one of `build_model` and `batch_fn` is given, or `steps` is less than 1. ConfigError: a
-            strategy is unknown.
+        UsageError: only one of `build_model` and `batch_fn` is given, or both `loss_fn` and `step`; `steps` is less
+            than 1; `directory` does not exist. ConfigError: a strategy is unknown.
     """
     if (build_model is None) != (batch_fn is None):
         raise UsageError("sw.doctor: give both build_model and batch_fn, or neither to look only at the machines")
@@ -101,6 +101,10 @@ def doctor(  # noqa: PLR0913 - one for each thing that a user may have
         raise UsageError("sw.doctor: give loss_fn or step, not both: a step computes its loss itself")
     if steps < 1:
         raise UsageError(f"sw.doctor: steps={steps} must be at least 1")
+    if directory is not None and not Path(directory).is_dir():
+        raise UsageError(
+            f"sw.doctor: directory={str(directory)!r} is no directory here: make it, where all ranks see it"
+        )
     names = [Strategy.parse(strategy).value for strategy in strategies]
     group = dist.group.WORLD if dist.is_initialized() else None
     device = accelerators.of_group(group)

@@ -116,7 +116,9 @@ def _of_config(path: Path, request: Request, ranks: Ranks) -> dict[str, Any]:
         "step": _step_of(config, LossFunction(build(), task.objective), ranks),
         "shard": shard,
         "targets": lambda batch: sum(one.targets for one in batch),
-        "expected": [f"trainable parameters:{name}" for name in (["*"] if config.lora.r else config.model.freeze)],
+        "expected": ["trainable parameters:*", "casts:*"]  # adapters compute in the base's dtype
+        if config.lora.r
+        else [f"trainable parameters:{name}" for name in config.model.freeze],
     }
 
 
