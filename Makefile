@@ -38,7 +38,7 @@ train: $(RUN_STAMP)
 	@echo "  $(BIN)/shardwise inspect runs/quickstart/final"
 	@echo "let it begin another story:"
 	@echo "  $(BIN)/shardwise generate runs/quickstart --prompt 'Once upon a time there was a little bear named Ruby.'"
-	@echo "docs/user-guide.md has how to fine-tune a model of your own."
+	@echo "docs/configs.md has how to fine-tune a model of your own."
 
 # Three files of tests at a time, the longest first, each with ranks of its own: tests wait for ranks as much as they work.
 # Plain pytest runs one. A process of tests that dies ends them all: pytest-xdist 3.8 replaces it and may then wait for ever

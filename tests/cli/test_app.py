@@ -85,7 +85,7 @@ def test_an_adapter_without_peft_is_told_before_torch_is_loaded(under_torchrun: 
         [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, **ranks}, capture_output=True, text=True
     )
     assert told.returncode == 2
-    assert told.stderr == "error: lora.r=4 needs PEFT, which is not installed: pip install peft\n"
+    assert told.stderr == "error: lora.r=4 needs PEFT, which is not installed: pip install 'shardwise[peft]'\n"
     assert told.stdout == ""
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 

@@ -48,7 +48,7 @@ def test_the_quickstart_trains_samples_and_sums_up(tmp_path: Path) -> None:
     assert len(held_out) == 3  # before, between and after
     assert held_out[0] > held_out[1] > held_out[2]
 
-    assert "a sample (prompt dimmed)" in ended.stdout
+    assert "a sample (what the model wrote follows »)" in ended.stdout
     _check_table(ended.stdout, steps[-1]["memory"])
     assert {"config.json", "model.safetensors"} <= {path.name for path in (run / "final").iterdir()}
 

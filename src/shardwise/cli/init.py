@@ -48,7 +48,7 @@ def init(  # noqa: PLR0913, PLR0917 - one for each option
         _option(f"What is learnt: {', '.join(TASKS)}. [by the model's architecture and the rows' columns]", "--task"),
     ] = None,
     seq_len: Annotated[int | None, _option("Tokens per sequence. [by the data]", "--seq-len", min=2)] = None,
-    steps: Annotated[int | None, _option("Optimizer steps. [3 passes over the data]", "--steps", min=1)] = None,
+    steps: Annotated[int | None, _option("Steps. [3 passes over the data, at least 20]", "--steps", min=1)] = None,
     force: Annotated[bool, _option("Overwrite the file.", "--force")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Also show tracebacks of mistakes.")] = False,
 ) -> int:
@@ -102,6 +102,9 @@ def _words(asked: Asked, made: First, out: Path) -> list[str]:
     count = f"{rows.count:,}" if rows.is_whole else f"more than {rows.count:,}"
     kind = "documents of text" if rows.continues else f"rows {'with' if rows.is_packed else 'for'} {rows.kind}"
     file, run = shlex.quote(str(out)), shlex.quote(str(made.config.run_directory))
+    from shardwise import device_tools
+
+    there = "" if device_tools.count() else " --gpus 1"  # on the usual GPU, since this machine has none
     is_chat = rows.is_packed and not rows.continues and rows.kind != "prompt and completion"
     template = "" if made.has_template else " --chat-template plain"
     answer = f"{run} --chat{template}" if is_chat else f"{run} --prompt {shlex.quote('Once upon a time')}"
@@ -114,7 +117,7 @@ def _words(asked: Asked, made: First, out: Path) -> list[str]:
         f"{asked.model}: {model}, {start}; {trained} are trained",
         f"{asked.data}: {count} {kind}{tokens}",
         f"wrote {out}; next:",
-        f"  shardwise plan --from {file}    # does it fit, and how fast is it",
+        f"  shardwise plan --from {file}{there}    # does it fit, and how fast is it",
         f"  shardwise train {file}",
         uses,
     ]

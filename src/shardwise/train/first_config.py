@@ -336,7 +336,9 @@ def _text(
     lines.comment(
         "A run of `shardwise train`. Paths are relative to where you call it. Any key can be overridden on the"
     )
-    lines.comment("command line, as in train.steps=100. All keys: src/shardwise/train/config/schema.py")
+    lines.comment(
+        "command line, as in train.steps=100. All keys: shardwise/train/config/schema.py, where it is installed."
+    )
     lines.section("model")
     lines.key("path", model_keys["path"], str(model))
     if "task" in model_keys:

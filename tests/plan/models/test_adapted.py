@@ -125,7 +125,7 @@ def test_what_only_peft_has_adapters_for(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(adapted, "find_spec", lambda name: None)
     for config, targets, words in (
         (LLAMA, ("embed_tokens",), r"adapters of model.embed_tokens \(Embedding\) need PEFT"),
-        (MOE, None, "adapters of stacked experts need PEFT, which is not installed: pip install peft"),
+        (MOE, None, "adapters of stacked experts need PEFT, which is not installed: pip install 'shardwise"),
     ):
         with pytest.raises(PlanError, match=words):
             record(with_adapters(resolve(config).builder(), Adapters(4, targets), "bf16"), Job(seq_len=32))

@@ -3,6 +3,8 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
+import pytest
 import torch
 from rich.console import Console
 from rich.text import Text
@@ -15,7 +17,7 @@ from shardwise.tables import format_bytes
 from shardwise.train.output.console import Footprint, RunConsole, compared_with_ddp, memory_key
 from shardwise.train.output.sparkline import History, sparkline
 from shardwise.train.run.metrics import StepMetrics
-from shardwise.train.run.sample import Sample
+from shardwise.train.run.sample import Sample, lengths
 
 
 class Clock:
@@ -110,7 +112,15 @@ def test_text_that_looks_like_markup_or_moves_the_cursor_is_shown_as_it_is() -> 
     console.say("[bold]x[/bold] [data]")
     console.sample(Sample("a[/dim]", "b\x1b[2J"))
     assert "[bold]x[/bold] [data]" in out.getvalue()
-    assert "a[/dim]b\N{REPLACEMENT CHARACTER}[2J" in out.getvalue()
+    assert "a[/dim] » b\N{REPLACEMENT CHARACTER}[2J" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("targets", "prompt", "new"),
+    [("0111111111", 5, 5), ("1111111111", 5, 5), ("0000001111", 6, 4), ("0000000000", 5, 5), ("0011100011", 2, 8)],
+)
+def test_a_row_that_begins_with_a_prompt_is_asked_that(targets: str, prompt: int, new: int) -> None:
+    assert lengths(np.array([each == "1" for each in targets])) == (prompt, new)
 
 
 def test_the_table_at_the_end() -> None:

@@ -85,7 +85,9 @@ def _is_linear(layer: nn.Module) -> bool:
 def _with_peft(model: nn.Module, adapters: Adapters, what: str) -> nn.Module:
     """Return a frozen model with PEFT's own adapters, which some layers need. Raises PlanError."""
     if find_spec("peft") is None:
-        raise PlanError(f"lora={adapters.r}: adapters of {what} need PEFT, which is not installed: pip install peft")
+        raise PlanError(
+            f"lora={adapters.r}: adapters of {what} need PEFT, which is not installed: pip install 'shardwise[peft]'"
+        )
     import peft
 
     config = peft.LoraConfig(

@@ -189,6 +189,9 @@ _PATTERNS_IN_WORDS = {
 }
 """What a key's pattern requires, in words, by key."""
 _OTHERS_NAMES = {
+    "lora.rank": "lora.r",
+    "lora_r": "lora.r",
+    "lora_alpha": "lora.alpha",
     "learning_rate": "train.lr",
     "max_steps": "train.steps",
     "num_train_steps": "train.steps",
@@ -252,8 +255,8 @@ def _unknown(keys: Sequence[str]) -> str:
     else:
         within = [dotted for dotted in known if dotted.startswith(f"{keys[0]}.")]
         elsewhere = [dotted for dotted in known if dotted.endswith(f".{keys[-1]}")]
-        theirs = [_OTHERS_NAMES[keys[-1]]] if keys[-1] in _OTHERS_NAMES else []
-        suggestions = elsewhere or theirs or _nearest(name, within) or _nearest(name, known)
+        theirs = [_OTHERS_NAMES[key] for key in (name, keys[-1]) if key in _OTHERS_NAMES]
+        suggestions = elsewhere or theirs or _nearest(name, within) or ([] if within else _nearest(name, known))
         message = f"unknown key {name}"
         fallback = f"[{keys[0]}] has {', '.join(dotted.partition('.')[2] for dotted in within)}"
     return f"{message}; did you mean {suggestions[0]}?" if suggestions else f"{message}; {fallback}"

@@ -333,7 +333,7 @@ class Trainer:
 
     def _sample(self, model: Any) -> Sample:
         rows = self.data.sample
-        prompt_tokens, new_tokens = lengths(rows.ids.shape[1])
+        prompt_tokens, new_tokens = lengths(rows.is_target[0])
         with jax.set_mesh(self.mesh):
             ids = models.generate(
                 model,

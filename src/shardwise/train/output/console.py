@@ -182,9 +182,10 @@ class RunConsole:
             self.say(f"interrupted after step {step}; checkpoint.every=0, so nothing was saved")
 
     def sample(self, sample: Sample) -> None:
-        """Print generated text, with the prompt dimmed."""
-        text = f"[dim]{escape(_printable(sample.prompt))}[/dim]{escape(_printable(sample.continuation))}"
-        self.console.print(Panel(text, title="a sample (prompt dimmed)", title_align="left"))
+        """Print generated text, with the prompt dimmed, or where that cannot be seen a mark behind it."""
+        mark, title = ("", "prompt dimmed") if self.console.color_system else (" » ", "what the model wrote follows »")
+        text = f"[dim]{escape(_printable(sample.prompt))}[/dim]{mark}{escape(_printable(sample.continuation))}"
+        self.console.print(Panel(text, title=f"a sample ({title})", title_align="left"))
 
     def summary(self, strategy: str, world_size: int, footprint: Footprint, step_time_s: float | None) -> None:
         """Print the table at the end, and the median step time unless no step was taken."""

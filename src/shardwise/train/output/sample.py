@@ -26,7 +26,7 @@ def sample_text(model: nn.Module, ranks: Ranks, rows: PackedRows, tokenizer: Tok
     generate: Any = getattr(model, "generate", None)
     if generate is None:
         return None
-    prompt_tokens, new_tokens = lengths(rows.ids.shape[1])
+    prompt_tokens, new_tokens = lengths(rows.is_target[0])
     prompt = torch.from_numpy(rows.ids[:1, :prompt_tokens]).long().to(ranks.device)
     torch.manual_seed(seed)
     model.eval()

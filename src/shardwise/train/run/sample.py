@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardwise.train.data.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 48
@@ -24,7 +27,13 @@ class Sample(NamedTuple):
         return cls(tokenizer.decode(ids[:prompt_tokens]), tokenizer.decode(ids[prompt_tokens:]))
 
 
-def lengths(seq_len: int) -> tuple[int, int]:
-    """Return the numbers of tokens of the prompt and of its continuation, which together fit in one sequence."""
-    prompt_tokens = min(PROMPT_TOKENS, seq_len // 2)
+def lengths(is_target: NDArray[np.bool_]) -> tuple[int, int]:
+    """Return the numbers of tokens of the prompt and of its continuation, which together fit in one sequence.
+
+    Args:
+        is_target: [seq_len] which tokens of the row are targets. One that begins with a prompt of its own is asked
+            that; text is cut after a while.
+    """
+    seq_len, own = len(is_target), int(is_target.argmax())
+    prompt_tokens = own if own > 1 else min(PROMPT_TOKENS, seq_len // 2)
     return prompt_tokens, min(NEW_TOKENS, seq_len - prompt_tokens)
