@@ -55,9 +55,10 @@ micro_batch = 2
 
 def _doctor(*arguments: str, cwd: Path) -> tuple[int, str, str]:
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    path = os.pathsep.join([str(cwd), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-m", "shardwise", "doctor", *arguments],
-        env={**clean, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(cwd), os.environ["PYTHONPATH"]])},
+        env={**clean, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
         cwd=cwd,
         capture_output=True,
         text=True,

@@ -91,7 +91,7 @@ def backward(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def right() -> dict[str, Any]:
-    return {"build_model": build, "batch_fn": batch_fn, "step": weighted_step}
+    return {"build_model": build, "batch_fn": batch_fn, "step": weighted_step, "steps": 2}
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------
@@ -380,8 +380,9 @@ def every_strategy() -> dict[str, Any]:
 
 def diagnose(fault: str, **arguments: Any) -> Mapping[str, Any]:
     """Return the diagnosis of the job with a fault, a function of this module, planted on every rank. Runs on ranks."""
-    unhurried = patch.multiple(environment, _TRIED_BYTES=2**16, _SLOW_DISK=0), patch.object(links, "_SLOW", 1e9)
-    with unhurried[0], unhurried[1]:  # whatever else this machine does
+    machines = patch.multiple(environment, _TRIED_BYTES=2**16, _SLOW_DISK=0)
+    pairs = patch.multiple(links, _SLOW=1e9, _PRODUCTS=1, _REPEATS=1, _BYTES=2**12)
+    with machines, pairs:  # quickly, whatever else this machine does
         return sw.doctor(**{**right(), **globals()[fault](), **arguments}).to_dict()
 
 
