@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp.collective_log import CollectiveLog
+from shardwise.comm.collective_log import CollectiveLog
 from shardwise.fsdp.collectives import Buffer, BufferKind, Combine, FlatSpan, Reduction, Work
 from shardwise.fsdp.mesh import Mesh
 from shardwise.fsdp.torch_collectives import DryCollectives

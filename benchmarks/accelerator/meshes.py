@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from benchmarks.accelerator.device import played
 from shardwise.comm.backends.tree_channel import channel_of
+from shardwise.comm.torch_channels import ChannelStreams
 from shardwise.fsdp.mesh import Mesh
-from shardwise.fsdp.torch_collectives import DryCollectives, StreamCollectives
+from shardwise.fsdp.torch_collectives import DryCollectives
 
 FAKE_WORLD = 8
 
@@ -17,7 +18,7 @@ FAKE_WORLD = 8
 def nccl_mesh(group: dist.ProcessGroup, device: torch.device) -> Mesh:
     """A shard group. Every rank of it must call this."""
     spans = (tuple(dist.get_process_group_ranks(group)), (dist.get_rank(),))
-    return Mesh(StreamCollectives(group, device, channel=channel_of), DryCollectives(0, 1, device), device, spans)
+    return Mesh(ChannelStreams(group, device, channel=channel_of), DryCollectives(0, 1, device), device, spans)
 
 
 @contextlib.contextmanager

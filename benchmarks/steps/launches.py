@@ -12,6 +12,7 @@ the plain bf16 stack dispatches too is subtracted, so that the block's own work 
 import argparse
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -28,7 +29,8 @@ import shardwise as sw
 from benchmarks.accelerator.meshes import FAKE_WORLD, fake_world
 from benchmarks.accelerator.models import LlamaShape, LlamaStack
 from benchmarks.common import facts, report
-from shardwise.fsdp import shard as shard_core
+from shardwise.engine.setup import agreement
+from shardwise.engine.setup import shard as setup
 from shardwise.fsdp.mesh import Mesh
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 
@@ -100,7 +102,10 @@ def fsdp2(model: nn.Module, mesh: Mesh, reduce: str) -> nn.Module:
 
 def shardwise(model: nn.Module, mesh: Mesh, reduce: str) -> nn.Module:
     # On fake tensors there is nothing to compare with peers that are not there.
-    with mock.patch.object(shard_core, "agree_on_layout"), mock.patch.object(shard_core, "agree_on_values"):
+    silent = [(setup, "agree_on_layout"), (setup, "agree_on_values"), (agreement, "agree_on_values")]
+    with ExitStack() as stack:
+        for module, name in silent:
+            stack.enter_context(mock.patch.object(module, name))
         return sw.shard(model, mesh=mesh, precision=sw.Precision(param="bf16", reduce=reduce))
 
 

@@ -65,11 +65,15 @@ _MODULES = {
 }
 
 _ATTACHED = {
-    "after an optimizer's step": ("engine.setup.torch_patches:after_step", "watchdog.watchdog:after_step"),
+    "after an optimizer's step": (
+        "engine.checked:after_step",
+        "engine.setup.torch_patches:after_step",
+        "watchdog.watchdog:after_step",
+    ),
     "before an optimizer's step": ("engine.setup.torch_patches:before_step",),
-    "channel": ("comm.store_channel:StoreChannel",),
     "collectives": ("comm.backends.select:choose",),
     "engine": (
+        "engine.extensions.recomputation:attach",
         "engine.extensions.uncompiled:attach",
         "engine.extensions.torch_func:attach",
         "engine.extensions.autocast:attach",
@@ -77,22 +81,29 @@ _ATTACHED = {
         "engine.extensions.failed_backwards:attach",
         "engine.extensions.frozen_parameters:attach",
         "engine.extensions.gathered_parameters:attach",
-        "engine.extensions.interrupts:attach",
         "engine.extensions.late_parameters:attach",
+        "engine.extensions.written_parameters:attach",
         "engine.extensions.manual_unshard:attach",
         "watchdog.watchdog:attach",
     ),
+    "foreign parameter": ("engine.extensions.foreign_parameters:explain",),
     "groups": ("engine.extensions.hybrid_groups:groups_of",),
-    "reducer": ("engine.extensions.replicas:choose", "engine.extensions.full_gradients:choose"),
+    "reducer": (
+        "engine.extensions.replicas:choose",
+        "engine.extensions.full_gradients:choose",
+        "engine.reductions:choose",
+    ),
     "unsharder": ("engine.extensions.secondary_shards:choose",),
     "saved tensors": (
         "engine.extensions.manual_unshard:handle_of",
         "engine.extensions.subclass_wrappers:handle_of",
     ),
+    "reads": ("engine.extensions.manual_unshard:Reads",),
     "secondary group": ("engine.extensions.hybrid_groups:secondary_group",),
     "sharded parameters": tuple(
         f"sharded.extensions.{module}:attach"
         for module in (
+            "aliases",
             "rare_operations",
             "read_whole",
             "random_fill",

@@ -23,5 +23,11 @@ def registered(seam: str) -> list[Any]:
     return [getattr(import_module(module), function) for module, function in _parts(seam)]
 
 
+def first_answer(seam: str, *given: Any) -> Any:
+    """Return what the first function attached to a seam answers that answers anything; None if none does."""
+    answers = (function(*given) for function in registered(seam))
+    return next((answer for answer in answers if answer is not None), None)
+
+
 def _parts(seam: str) -> list[tuple[str, str]]:
     return [(module, function) for module, _, function in (name.partition(":") for name in _names.get(seam, ()))]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shardwise.comm.backends.gloo import GlooCollectives
 from shardwise.comm.backends.shared_memory.collectives import ShmCollectives
+from shardwise.comm.torch_channels import ChannelCollectives
 from shardwise.fsdp.collectives import Collectives
-from shardwise.fsdp.torch_collectives import TorchCollectives
 
 KINDS = ("gloo", "shm")
 """Collectives that add in rank order."""
@@ -26,7 +26,7 @@ def collectives(kind: str, poison: bool | None = None) -> Collectives:
     made: dict[str, Callable[..., Collectives]] = {
         "gloo": GlooCollectives,
         "shm": ShmCollectives,
-        "torch": partial(TorchCollectives, device="cpu"),
+        "torch": partial(ChannelCollectives, device="cpu"),
     }
     return made[kind](group, poison=poison)
 

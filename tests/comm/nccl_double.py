@@ -36,8 +36,8 @@ from torch.futures import Future
 
 from shardwise import accelerators
 from shardwise.comm.backends.tree_channel import channel_of
+from shardwise.comm.torch_channels import ChannelStreams
 from shardwise.fsdp import mesh as mesh_module
-from shardwise.fsdp import torch_collectives as on_streams
 from tests.engine.streams import Stream
 
 BACKEND = "nccl_double"
@@ -226,13 +226,13 @@ def doubled(**options: Any) -> Iterator[list[Launch]]:
     """Make `sw.shard` on CPU ranks use StreamCollectives (created with `options`) on NcclDouble groups inside the
     block, whatever the backend of the given group. Yields the list of launches. Every rank must call this."""
 
-    def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> on_streams.StreamCollectives:
+    def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> ChannelStreams:
         group = group or dist.group.WORLD
         assert group is not None
         if not isinstance(group, NcclDouble):
             ranks = dist.get_process_group_ranks(group)
             group = dist.new_group(ranks, backend=BACKEND, use_local_synchronization=True)
-        return on_streams.StreamCollectives(group, device, channel=channel_of, **options)
+        return ChannelStreams(group, device, channel=channel_of, **options)
 
     NcclDouble.launches.clear()
     with mock.patch.object(mesh_module, "collectives_for", collectives_for), streams():

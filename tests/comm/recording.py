@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shardwise.fsdp.collectives import (
-    FINISHED,
-    AllToAllPart,
-    Buffer,
-    BufferKind,
-    Collectives,
-    Combine,
-    FlatSpan,
-    Reduction,
-    Work,
-)
+from shardwise.comm.all_to_all import AllToAllPart, all_to_all
+from shardwise.fsdp.collectives import FINISHED, Buffer, BufferKind, Collectives, Combine, FlatSpan, Reduction, Work
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +114,7 @@ class RecordingCollectives:
 
     def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
         self._record("all_to_all", buffer, sum(part.nbytes for part in parts if part.source == self.rank))
-        return self.inner.all_to_all(buffer, parts, into, label)
+        return all_to_all(self.inner, buffer, parts, into, label)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         sent = tensor.numel() * tensor.itemsize * (self.world_size - 1) if src == self.rank else 0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.fsdp.buffers import ScaleFactors, bring
+from shardwise.fsdp.collectives import ScaleFactors, bring
 from tests.operations import counted
 
 

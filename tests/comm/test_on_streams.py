@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.torch_channels import ChannelStreams
 from shardwise.fsdp import torch_collectives as on_streams
 from shardwise.fsdp.collectives import BufferKind, FlatSpan, Reduction
 from shardwise.fsdp.torch_collectives import StreamCollectives
@@ -31,7 +32,7 @@ def collectives() -> Iterator[StreamCollectives]:
     group = dist.new_group(backend=BACKEND)
     assert isinstance(group, NcclDouble)
     with streams():
-        yield StreamCollectives(group, torch.device("cpu"))
+        yield ChannelStreams(group, torch.device("cpu"))
 
 
 def numbers(dtype: torch.dtype, rank: int, numel: int = 6) -> Tensor:
@@ -167,7 +168,7 @@ def test_an_error_among_coalesced_collectives_leaves_the_group_as_it_was(error: 
 @on_ranks(2)
 def test_reductions_may_have_a_communicator_of_their_own() -> None:
     with doubled(separate_reductions=True) as launches, collectives() as group:
-        separate = StreamCollectives(group._group, torch.device("cpu"), separate_reductions=True)
+        separate = ChannelStreams(group._group, torch.device("cpu"), separate_reductions=True)
         mine = torch.full((3,), 1.0 + group.rank)
         separate.all_reduce(mine).wait()
         assert mine.tolist() == [3.0] * 3

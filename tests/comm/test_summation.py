@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.comm.backends.rank_order_sum import RankOrderSum
-from shardwise.fsdp import buffers as summation
-from shardwise.fsdp.buffers import MOST_BATCH_BYTES, BatchedAddition
+from shardwise.fsdp import gradients as summation
+from shardwise.fsdp.gradients import MOST_BATCH_BYTES, BatchedAddition
 from tests.comm.naive import FLOATS, same_bits, sum_in_rank_order, values
 from tests.operations import counted
 

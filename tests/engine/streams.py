@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardwise import accelerators, device_tools
+from shardwise.comm.torch_channels import ChannelStreams
 from shardwise.files.scratch_file import ScratchFile
 from shardwise.files.thread_pool import ThreadPool
 from shardwise.fsdp import mesh as mesh_module
@@ -406,7 +407,7 @@ def played(slow_disk: bool = True, **options: Any) -> Iterator[Order]:
     skip_beside_one("a simulation of streams")
     order = Event.order = Order()
 
-    class Played(on_streams.StreamCollectives):
+    class Played(ChannelStreams):
         @staticmethod
         @contextmanager
         def _together(group: dist.ProcessGroup, count: int) -> Iterator[None]:

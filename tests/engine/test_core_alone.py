@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -10,13 +12,23 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import registry
-from shardwise.fsdp.engine import EngineHooks, Forwards
+from shardwise.engine.checked import EngineHooks
+from shardwise.engine.setup import shard
+from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.reducer import Reducer
+from shardwise.fsdp.saved_tensors import SavedTensors
 from shardwise.fsdp.unsharder import Unsharder
 from tests.engine.rig import Net, Twins, on_ranks, unwarned
 
 SEAMS = {"engine", "reducer", "unsharder", "saved tensors"}
 ALONE = {seam: names for seam, names in registry._names.items() if seam not in SEAMS}
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, models are sharded with the core's own engine, to which nothing is attached."""
+    with mock.patch.object(registry, "_names", ALONE), mock.patch.object(shard, "CheckedEngine", Engine):
+        yield
 
 
 class Mixed(Net):
@@ -33,7 +45,7 @@ class Mixed(Net):
 @pytest.mark.parametrize("strategy", ["no_shard", "shard_grad_op", "full_shard"])
 @on_ranks(2)
 def test_it_trains_as_the_plain_model(strategy: str, build: type[nn.Module]) -> None:
-    with mock.patch.object(registry, "_names", ALONE), unwarned():
+    with alone(), unwarned():
         twins = Twins(build, strategy=strategy)
         twins.train(3)
         twins.backward()
@@ -44,15 +56,14 @@ def test_it_trains_as_the_plain_model(strategy: str, build: type[nn.Module]) -> 
         twins.step()
     torch.testing.assert_close(*norms)
     engine = twins.engine
-    assert (type(engine.unsharder), type(engine.reducer), type(engine.forwards)) == (Unsharder, Reducer, Forwards)
-    assert engine.hooks == EngineHooks()
-    assert not engine.reducer.observers
+    assert (type(engine), type(engine.unsharder), type(engine.reducer)) == (Engine, Unsharder, Reducer)
+    assert type(engine.saved) is SavedTensors
 
 
 @on_ranks(2)
 def test_it_accumulates_gradients() -> None:
     """Each backward reduces, and adds to `.grad`."""
-    with mock.patch.object(registry, "_names", ALONE):
+    with alone():
         twins = Twins()
         for _ in range(2):
             twins.backward()
@@ -66,4 +77,4 @@ def test_what_is_attached_keeps_state_of_its_class() -> None:
     engine = sw.shard(Net())._shardwise_engine
     held = engine.attach(EngineHooks())
     assert engine.attached(EngineHooks) is held
-    assert engine.attached(Forwards) is None
+    assert engine.attached(Mixed) is None

@@ -622,7 +622,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a use does not wait for its copy": (DeviceBuffers, "use", lambda *_: None),
     "a copy does not wait for uses": (DeviceBuffers, "before", lambda *_: []),
     "a buffer is used again too early": (DeviceBuffers, "claim", used),
-    "a copy does not wait for the sum": (InFlight, "_add", staticmethod(not_waited_for)),
+    "a copy does not wait for the sum": (InFlight, "_add", lambda _, flight: not_waited_for(flight)),
 }
 
 

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.engine.lookup import require_engine
-from shardwise.fsdp.buffers import ScaledAddition
 from shardwise.fsdp.collectives import FINISHED, Buffer, Reduction, Work
 from shardwise.fsdp.engine import Engine
-from shardwise.fsdp.gradients import UnitGradients
+from shardwise.fsdp.gradients import ScaledAddition, UnitGradients
 from shardwise.fsdp.parameter_group import Slices, UnitParameters
 from shardwise.fsdp.saved_tensors import SavedTensors
 from shardwise.fsdp.slots import Slot

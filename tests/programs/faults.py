@@ -124,7 +124,7 @@ def used_flag_lost() -> AbstractContextManager[Any]:
 
         return agree
 
-    return at("fsdp.collective_log:CollectiveLog.agree", change)
+    return at("comm.collective_log:CollectiveLog.agree", change)
 
 
 def skipped_call_not_passed() -> AbstractContextManager[Any]:
@@ -142,19 +142,19 @@ def skipped_call_not_passed() -> AbstractContextManager[Any]:
 
 def overwritten_gradient() -> AbstractContextManager[Any]:
     """A second gradient of a parameter takes the place of the first."""
-    from shardwise.fsdp.buffers import ScaledAddition
+    from shardwise.fsdp.gradients import ScaledAddition
 
-    return at("fsdp.buffers:ScaledAddition.add", lambda original: ScaledAddition.write)
+    return at("fsdp.gradients:ScaledAddition.add", lambda original: ScaledAddition.write)
 
 
 def wrong_world_size() -> AbstractContextManager[Any]:
     """Gradients are scaled by the size of the shard group."""
-    from shardwise.fsdp.buffers import ScaledAddition
+    from shardwise.fsdp.gradients import ScaledAddition
 
     def change(original: Change) -> Change:
         def init(self: Any, mesh: Any, *more: Any, **named: Any) -> None:
             original(self, mesh, *more, **named)
-            self._additions[float(mesh.world_size)] = ScaledAddition(1.0 / mesh.shard.world_size)
+            self.mean = ScaledAddition(1.0 / mesh.shard.world_size)
 
         return init
 
@@ -180,7 +180,7 @@ def released_too_early() -> AbstractContextManager[Any]:
 
         return post_forward
 
-    return at("fsdp.engine:Engine.post_forward", change)
+    return at("engine.checked:CheckedEngine.post_forward", change)
 
 
 def wrong_offset() -> AbstractContextManager[Any]:

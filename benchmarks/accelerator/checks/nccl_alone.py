@@ -22,8 +22,8 @@ from benchmarks.accelerator.row import NO_ACCELERATOR, Row, correct, failed, fig
 from benchmarks.accelerator.trace import profiled
 from benchmarks.accelerator.twins import Plain, Steps
 from benchmarks.common.gpt import GPT
+from shardwise.comm.torch_channels import ChannelStreams
 from shardwise.fsdp.collectives import BufferKind, FlatSpan
-from shardwise.fsdp.torch_collectives import StreamCollectives
 from shardwise.plan.simulate.forecast import NCCL_BYTES
 
 _DTYPES = (
@@ -86,7 +86,7 @@ def _free_bytes(bench: Bench) -> int:
 def dtypes(bench: Bench) -> Iterator[Row]:
     """What the engine asks of its collectives at the beginning: broadcasts of whatever a parameter or buffer is."""
     with world_of_one(bench) as group:
-        collectives = StreamCollectives(group, bench.device)
+        collectives = ChannelStreams(group, bench.device)
         refused = []
         for name in _DTYPES:
             error = _refusal(lambda name=name: collectives.broadcast(_ones(name, bench.device), 0))
@@ -182,7 +182,7 @@ def complex_weights(bench: Bench) -> Iterator[Row]:
 def latency(bench: Bench) -> Iterator[Row]:
     """Host time to issue a gather of one span and of two, and to issue a reduction; one rank moves nothing."""
     with world_of_one(bench) as group:
-        collectives = StreamCollectives(group, bench.device)
+        collectives = ChannelStreams(group, bench.device)
         buffer = collectives.allocate(2**20, BufferKind.GATHER)
         times = {1: list[float](), 2: list[float]()}
         for _ in range(50):

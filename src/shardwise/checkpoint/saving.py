@@ -32,13 +32,13 @@ from shardwise.checkpoint.publish.writing import Writing, check_arguments, publi
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
 from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.checkpoint.staging import StagingBuffer
+from shardwise.comm.collective_log import SyncPoint
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.extensions import backward_steps
 from shardwise.engine.extensions.offloaded import shard_stores
 from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
-from shardwise.fsdp.collective_log import SyncPoint
-from shardwise.fsdp.engine import Engine
 from shardwise.modules.adapters import adapter_config
 from shardwise.offload.step import stores_of
 
@@ -48,7 +48,7 @@ _DISAGREE = (
     "options"
 )
 
-_staging_buffers: weakref.WeakKeyDictionary[Engine, StagingBuffer] = weakref.WeakKeyDictionary()
+_staging_buffers: weakref.WeakKeyDictionary[CheckedEngine, StagingBuffer] = weakref.WeakKeyDictionary()
 
 
 def save(  # noqa: PLR0913, PLR0917 - the promised signature
@@ -120,7 +120,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     publish(writing, peers, _staging_buffers.setdefault(engines[0], StagingBuffer()).copy if asynchronous else None)
 
 
-def _check_ready(engines: Sequence[Engine], optimizer: Optimizer | None, asynchronous: bool) -> None:
+def _check_ready(engines: Sequence[CheckedEngine], optimizer: Optimizer | None, asynchronous: bool) -> None:
     """Clear up after an interrupted forward or backward. Raise UsageError if units are at different steps, if a disk
     has failed, or for an asynchronous save of weights or optimizer state that rest on a tier."""
     for engine in engines:

@@ -14,8 +14,7 @@ from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import places_to_write
 from shardwise.engine.lookup import engines_of
 from shardwise.errors import UsageError
-from shardwise.fsdp.buffers import PrivateBuffers
-from shardwise.fsdp.collectives import BufferKind, FlatSpan
+from shardwise.fsdp.collectives import BufferKind, FlatSpan, PrivateBuffers
 from shardwise.fsdp.parameter_group import Group
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from shardwise.cli.process.exit import Exit
 from shardwise.errors import UserError
+from shardwise.policy.strategies import strategy_of
 
 if TYPE_CHECKING:
     from shardwise.diagnosis.result import Diagnosis
@@ -61,11 +62,10 @@ def doctor(  # noqa: PLR0913, PLR0917 - one for each option
             raise UserError(f"--{option} {value}: must be at least {least}")
     from shardwise import device_tools
     from shardwise.cli.process.diagnosing import Request, run
-    from shardwise.fsdp.strategy import Strategy
     from shardwise.train.config.files import dump_toml
     from shardwise.train.run.preflight import DEFAULT_CPU_RANKS, check_devices
 
-    named = [Strategy.parse(word.strip()).value for word in (strategies or "").split(",") if word.strip()]
+    named = [strategy_of(word.strip()).value for word in (strategies or "").split(",") if word.strip()]
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     gpus = device_tools.count()
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:

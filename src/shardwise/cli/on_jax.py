@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli.process.exit import Exit
 from shardwise.cli.process.standard_streams import outlive_readers
 from shardwise.errors import PlanError, UserError
+from shardwise.policy.precision import precision_of
 from shardwise.tables import aligned
 from shardwise.train.process.interruption import ending_signals
 
@@ -212,7 +213,6 @@ def _sent(compiled: Mapping[str, Any], widened: bool) -> Iterator[Sent]:
 def _of_torch(asked: Asked) -> list[Row]:
     """Return a row with the torch engine's forecast for each setting; none, and a printed note, if torch is missing or
     the engine does not support a setting."""
-    from shardwise.fsdp.strategy import Precision
     from shardwise.plan.search.exploration import needed_bytes
 
     try:
@@ -224,7 +224,7 @@ def _of_torch(asked: Asked) -> list[Row]:
             "gpus_per_node": cluster.gpus_per_node,
             "nodes": cluster.nodes,
             "interconnect": cluster.interconnect,
-            "precision": Precision.of(asked.precision),
+            "precision": precision_of(asked.precision),
             "seq_len": asked.seq_len,
         }
         found = [forecast(asked.model, **shared, **setting) for setting in asked.settings]

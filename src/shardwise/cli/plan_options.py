@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.errors import PlanError
-from shardwise.fsdp.strategy import Precision
+from shardwise.policy.precision import precision_of
 from shardwise.policy.settings import RUN, Setting
 
 CALIBRATED = Path("hardware.toml")
@@ -123,7 +123,7 @@ class Options(_RunOptions, _ClusterOptions):  # type: ignore[misc, valid-type]  
         """Return the arguments of the job to plan: a value, values to search over, or None to leave it to the
         search."""
         run = {name: one.values(getattr(self, name)) for name, one in RUN.items()}
-        precisions = run["precision"] or [Precision.of("bf16")]
+        precisions = run["precision"] or [precision_of("bf16")]
         return {
             **run,
             "precision": [replace(precision, frozen=self.base) for precision in precisions],

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
+from shardwise.comm.collective_log import ALL_OR_NONE, SAME_ORDER, quoted
 from shardwise.errors import CollectiveTimeout, ConfigError, MismatchError, ShardwiseError
-from shardwise.fsdp.collective_log import ALL_OR_NONE, SAME_ORDER, quoted
 from shardwise.fsdp.collectives import Combine
 
 CONSEQUENCES = {kind.__name__: kind for kind in (MismatchError, CollectiveTimeout)}

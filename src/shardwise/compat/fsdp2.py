@@ -28,13 +28,13 @@ from torch.distributed.tensor import Shard
 
 from shardwise.compat.common import allow_autocast, mixed_class, without_effect
 from shardwise.engine.lookup import engine_of, engines_of
+from shardwise.engine.setup.agreement import anywhere
 from shardwise.engine.setup.forward_methods import register_forward_method
 from shardwise.engine.setup.shard import shard
 from shardwise.errors import UsageError
-from shardwise.fsdp.modules import hide_from_dynamo
-from shardwise.fsdp.shard import anywhere
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.fsdp.strategy import Precision
+from shardwise.fsdp.unit import hide_from_dynamo
 from shardwise.model_tools.manual_unshard import reshard, unshard
 from shardwise.model_tools.reduction import (
     divide_gradients,

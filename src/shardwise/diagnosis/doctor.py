@@ -36,8 +36,8 @@ from shardwise.diagnosis.whole_model import check_data, check_model, check_runs,
 from shardwise.engine.setup.shard import shard as shard_model
 from shardwise.errors import UsageError
 from shardwise.fsdp.collectives import Collectives
-from shardwise.fsdp.strategy import Strategy
 from shardwise.fsdp.torch_collectives import collectives_for
+from shardwise.policy.strategies import strategy_of
 from shardwise.tables import format_bytes
 from shardwise.together import Together
 
@@ -105,7 +105,7 @@ def doctor(  # noqa: PLR0913 - one for each thing that a user may have
         raise UsageError(
             f"sw.doctor: directory={str(directory)!r} is no directory here: make it, where all ranks see it"
         )
-    names = [Strategy.parse(strategy).value for strategy in strategies]
+    names = [strategy_of(strategy).value for strategy in strategies]
     group = dist.group.WORLD if dist.is_initialized() else None
     device = accelerators.of_group(group)
     control, collectives = collectives_for(group, device), collectives_for(group, device)

@@ -19,8 +19,8 @@ from shardwise.diagnosis.result import Checks, Finding, attempt
 from shardwise.diagnosis.subject import Subject, Taken, own, take, tracing
 from shardwise.diagnosis.unsharded import Reference, Trace, Whole, seed_of, ties_of, tracer
 from shardwise.fsdp.sharded_parameter import ShardedParameter
-from shardwise.fsdp.strategy import short_dtype_name
 from shardwise.model_tools.describe import describe
+from shardwise.policy.precision import short_dtype_name
 
 _FINE, _COARSE = (1e-4, 1e-3), (3e-2, 0.15)
 """Relative differences of losses and of gradients that are rounding; coarse if units compute or reduce in 16 bits."""

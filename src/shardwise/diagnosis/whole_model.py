@@ -17,8 +17,8 @@ from shardwise.diagnosis.subject import Subject, digest, floats_in, moved, traci
 from shardwise.diagnosis.unsharded import Whole, attempted, ties_of
 from shardwise.fsdp.collectives import Collectives
 from shardwise.fsdp.sharded_parameter import ShardedParameter
-from shardwise.fsdp.strategy import short_dtype_name
 from shardwise.modules.deferred_init.materialize import on_meta
+from shardwise.policy.precision import short_dtype_name
 
 _SAME = 1e-4
 """Relative difference of gradients that is rounding."""

@@ -15,15 +15,199 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.fsdp.buffers import ScaledAddition
+from shardwise.fsdp.collectives import FP32_BYTES, ScaleFactors, bring
 from shardwise.fsdp.parameter_group import Group
 from shardwise.fsdp.slots import Slot
+
+# Sums of gradients ----------------------------------------------------------------------------------------------------
+
+# A gradient and the buffer that it is added to may differ in dtype. A CPU operation on two dtypes allocates memory for
+# the operand that it casts, and one with `out=` of another dtype computes in the inputs' dtype: 1/3 of a bf16 gradient
+# would be rounded to bf16 before it is written to an fp32 buffer. Therefore casts go through scratch memory, a chunk at
+# a time.
+
+CHUNK_NUMEL = 256 * 1024
+"""Elements summed or cast at a time, so that one wide chunk and its inputs stay in a core's cache."""
+
+LEAST_BATCH_BYTES = 16 * 2**20
+"""Bytes of gradients that may wait for one launch of copies on a device, however small their unit. Copying this much
+takes about 15 us, which hides a launch."""
+MOST_BATCH_BYTES = 256 * 2**20
+"""Bytes of gradients that may wait, however large their unit: of a whole model that is one unit, for example."""
+_BATCH_SHARE = 2
+"""Between the two, the part of a slot's gradients that may wait, as a divisor."""
+_LARGE_SHARE = 3
+"""The part of what may wait, as a divisor, from which a gradient is large: it is copied at once, with all that wait.
+Large ones (a transformer's MLP) tend to come first in a unit's backward, when most activations still exist, and small
+ones last, when they cost nothing at the peak."""
+
+
+class Scratch:
+    """Scratch memory by dtype, as large as the largest request so far, so that steady-state steps allocate nothing."""
+
+    def __init__(self) -> None:
+        self._memory: dict[torch.dtype, Tensor] = {}
+
+    def __call__(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """Return `numel` elements, 1-D, on the CPU. They are valid until the next call with the same dtype."""
+        if dtype not in self._memory or self._memory[dtype].numel() < numel:
+            with torch.inference_mode(False):
+                self._memory[dtype] = torch.empty(numel, dtype=dtype, device="cpu")
+        return self._memory[dtype][:numel]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
+
+class ScaledAddition:
+    """Computes target (+)= scale * source. Tensors must not require gradients: then autograd records nothing, and no
+    mode has to be switched.
+
+    This is how CPU ranks collect gradients: each is scaled while it is copied and so is in a core's cache.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._factors: dict[torch.dtype, Tensor] = {}
+        self._memory = Scratch()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes held now."""
+        return self._memory.nbytes + sum(factor.nbytes for factor in self._factors.values())
+
+    def write(self, target: Tensor, source: Tensor) -> None:
+        """Compute target[:] = scale * source in the wider dtype of the two, rounded once."""
+        dtype = target.dtype
+        if source.dtype == dtype:
+            factor = self._factors.get(dtype)
+            if factor is None:
+                factor = self._factor(dtype)
+            # Multiplying by a factor that is itself rounded to a narrow dtype would round twice.
+            if dtype.itemsize >= FP32_BYTES or factor.item() == self._scale:
+                torch.mul(source, factor, out=target)
+                return
+        wide = torch.promote_types(target.dtype, source.dtype)
+        if target.dtype == wide != source.dtype:
+            target.copy_(source)
+            target.mul_(self._factor(wide))
+        else:
+            wide = torch.promote_types(wide, torch.float32)
+            for part, term in _chunks(target, source):
+                part.copy_(self._memory(wide, term.numel()).copy_(term).mul_(self._factor(wide)))
+
+    def add(self, target: Tensor, source: Tensor) -> None:
+        """Compute target += scale * source in the wider dtype of the two."""
+        self._add(target, source, self._scale)
+
+    def flush(self) -> None:
+        """Finish all writes: when this returns, every source is in its target."""
+
+    def scale_of_sum(self, dtype: torch.dtype) -> float:
+        """Return the factor by which sums of targets over ranks still have to be multiplied."""
+        return 1.0
+
+    def settle(self, total: Tensor, summed: Tensor, accumulate: bool) -> None:
+        """Compute total[:] = (total if accumulate else 0) + summed; `summed` is a sum of targets over ranks."""
+        if accumulate:
+            self._add(total, summed, 1.0)
+        else:
+            total.copy_(summed)
+
+    def _add(self, target: Tensor, source: Tensor, scale: float) -> None:
+        if target.dtype == source.dtype:
+            target.add_(source, alpha=scale)
+            return
+        wide = torch.promote_types(target.dtype, source.dtype)
+        for part, term in _chunks(target, source):
+            if part.dtype == wide:
+                part.add_(self._memory(wide, term.numel()).copy_(term), alpha=scale)
+            else:
+                total = self._memory(wide, part.numel()).copy_(part)
+                part.copy_(total.add_(term, alpha=scale))
+
+    def _factor(self, dtype: torch.dtype) -> Tensor:
+        """Return the scale as a 0-d CPU tensor: with a Python number, torch would create one in each call."""
+        if dtype not in self._factors:
+            with torch.inference_mode(False):
+                self._factors[dtype] = torch.tensor(self._scale, dtype=dtype, device="cpu")
+        return self._factors[dtype]
+
+
+class BatchedAddition(ScaledAddition):
+    """The same for an accelerator, where each operation costs a launch: one launch copies several gradients, and none
+    scales them.
+
+    Sources are only remembered, and so keep their memory, until a large one comes, they add up to half of their slot
+    (within LEAST_BATCH_BYTES and MOST_BATCH_BYTES), or `flush` is called. So a unit takes a few launches, and what
+    waits is little beside its slot and beside activations. Instead of the gradients, sums over ranks are scaled, which
+    have only 1 / world_size as many elements; except in fp16, where unscaled sums could overflow.
+    """
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(scale)
+        self._waiting: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        """Targets and sources, by the dtypes of both: torch copies lists of mixed dtypes one tensor at a time."""
+        self._waiting_bytes = 0
+        self._device_factors = ScaleFactors()
+
+    def write(self, target: Tensor, source: Tensor) -> None:
+        """Compute target[:] = source; in fp16, scale * source. It may be written only in `flush`."""
+        if target.dtype == torch.float16:
+            torch.mul(source, self._scale, out=target)
+            return
+        targets, sources = self._waiting.setdefault((target.dtype, source.dtype), ([], []))
+        targets.append(target)
+        sources.append(source)
+        self._waiting_bytes += source.nbytes
+        limit_bytes = _limit_bytes(target, source)
+        large_bytes = max(LEAST_BATCH_BYTES, limit_bytes // _LARGE_SHARE)
+        if self._waiting_bytes >= limit_bytes or source.nbytes >= large_bytes:
+            self.flush()
+
+    def add(self, target: Tensor, source: Tensor) -> None:
+        """Compute target += source; in fp16, target += scale * source."""
+        self.flush()  # the target may still have to be written
+        target.add_(source, alpha=self._scale if target.dtype == torch.float16 else 1.0)
+
+    def flush(self) -> None:
+        """Write all remembered sources to their targets, in one operation for each pair of dtypes."""
+        for targets, sources in self._waiting.values():
+            torch._foreach_copy_(targets, sources)
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    def scale_of_sum(self, dtype: torch.dtype) -> float:
+        """Return the scale; 1 in fp16."""
+        return 1.0 if dtype == torch.float16 else self._scale
+
+    def settle(self, total: Tensor, summed: Tensor, accumulate: bool) -> None:
+        """Compute total[:] = (total if accumulate else 0) + summed * scale_of_sum(summed.dtype)."""
+        bring(summed, total, accumulate, self.scale_of_sum(summed.dtype), self._device_factors)
+
+
+def _limit_bytes(target: Tensor, source: Tensor) -> int:
+    """Return how many bytes of gradients in the source's dtype may wait to be copied to the target's slot."""
+    slot_numel = target.untyped_storage().nbytes() // target.itemsize
+    return min(MOST_BATCH_BYTES, max(LEAST_BATCH_BYTES, slot_numel * source.itemsize // _BATCH_SHARE))
+
+
+def _chunks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield corresponding 1-D parts of both tensors; `target` must be contiguous."""
+    into, terms = target.view(-1), source.reshape(-1)
+    for start in range(0, into.numel(), CHUNK_NUMEL):
+        yield into[start : start + CHUNK_NUMEL], terms[start : start + CHUNK_NUMEL]
+
+
+# Gradients of a unit --------------------------------------------------------------------------------------------------
 
 Key = tuple[int, int]
 """(group, parameter) of a unit."""
@@ -46,8 +230,8 @@ class UnitGradients:
         self.keys: list[Key] = [(g, i) for g, group in enumerate(groups) for i in range(len(group.fqns))]
         self.slot: Slot[Any] | None = None
         """The reduce slot that gradients are collected in now."""
-        self.custom: CustomReduction | None = None
-        """What else its reductions do; None for a mean over all ranks in each backward."""
+        self.custom: Any = None
+        """What an extension makes of its reductions; None for a mean over all ranks in each backward."""
         self.reduce_bytes = 0
         """Bytes that the gradients take in a reduce slot, in the reduce dtype."""
         self.scaled: ScaledAddition
@@ -98,8 +282,6 @@ class UnitGradients:
         self.slot = None
         self._views.clear()
         self._open_views = []
-        if self.custom is not None:
-            self.custom.abandon()
 
     def add(self, key: Key, grad: Tensor) -> None:
         """Add `grad`, cast, to its place in the slot, or to memory of its own if there is no slot; the first one
@@ -166,10 +348,6 @@ class UnitGradients:
 
     def statuses(self) -> bytes:
         """Return the `GradientStatus` of each parameter's gradient on this rank: bytes, in the order of `keys`."""
-        return self.own_statuses() if self.custom is None else self.custom.statuses()
-
-    def own_statuses(self) -> bytes:
-        """As `statuses`, without what a custom reduction keeps."""
         if self._written or self._late:
             return bytes(map(self._status, self.keys))
         return bytes([key in self._used for key in self.keys])  # UNUSED or REDUCED: nothing waits
@@ -182,13 +360,6 @@ class UnitGradients:
         if key in self._written or key in self._late:
             return GradientStatus.WAITS
         return GradientStatus.REDUCED if key in self._used else GradientStatus.UNUSED
-
-    def settle(self, summed: Tensor, total: Tensor, accumulate: bool) -> None:
-        """Add this rank's slice of a sum to the shard's gradient, or overwrite that."""
-        if self.custom is None:
-            self.scaled.settle(total, summed, accumulate)
-        else:
-            self.custom.settle(summed, total, accumulate)
 
     def write_grads(self, statuses: Sequence[int]) -> None:
         """Write the gradient of every parameter that some rank used to its `.grad`; the others keep what they had."""
@@ -210,55 +381,3 @@ class UnitGradients:
             self._late.pop(key, None)
             self._used.pop(key, None)
         self._written.difference_update(keys)
-
-    def abandon(self) -> None:
-        """Drop everything that was not written to `.grad`, after a backward that raised."""
-        self.close()
-        self.forget(self.keys)
-        if self.custom is not None:
-            self.custom.abandon()
-        for group in self.groups:
-            group.gradients.end_backward()
-            for leaf in group.leaves:
-                leaf.grad = None  # its hook takes it, unless an interrupt came first
-
-
-class CustomReduction(Protocol):
-    """What a module outside the core makes of one unit's reductions, alike on every rank."""
-
-    @property
-    def is_due(self) -> bool:
-        """Whether backwards reduce the unit; else its gradients stay in its slot."""
-
-    def check_none_waits(self) -> None:
-        """Called before slots are laid out anew. Raises UsageError if gradients wait in them."""
-
-    def allocate(self, reducer: Any) -> None:
-        """Called when the reducer of the unit's engine has its slots, and `UnitGradients.scaled` is the mean's."""
-
-    def about_to_step(self) -> None:
-        """Called before an optimizer updates the unit. Raises UsageError if gradients wait to be reduced."""
-
-    def begin_backward(self) -> None:
-        """Called when a backward begins. No communication."""
-
-    def open(self) -> None:
-        """Called before a slot is chosen for the unit's gradients."""
-
-    def start(self, slot: Slot[Any], label: int) -> bool:
-        """Start to reduce a slot. Returns False, and does nothing, if it is to be reduced as other units' are."""
-
-    def settle(self, summed: Tensor, total: Tensor, accumulate: bool) -> None:
-        """Add this rank's slice of a sum to the shard's gradient, or overwrite that."""
-
-    def statuses(self) -> bytes:
-        """Return the status of each parameter's gradient on this rank."""
-
-    def keep(self, statuses: Sequence[int]) -> bool:
-        """Keep what was reduced, because its sums are not complete. Returns False, and does nothing, if they are."""
-
-    def end_backward(self) -> None:
-        """Called when a backward ends that does not reduce the unit. No communication."""
-
-    def abandon(self) -> None:
-        """Forget all gradients, after a backward that raised or when slots are freed."""

@@ -1,10 +1,10 @@
-"""The groups of ranks that one sharded model exchanges bytes over."""
+"""The groups of ranks that one sharded model exchanges bytes over, and what they agree on."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +14,7 @@ from shardwise.errors import MeshError
 from shardwise.fsdp.collectives import Collectives
 from shardwise.fsdp.strategy import Strategy
 from shardwise.fsdp.torch_collectives import DryCollectives, collectives_for
-from shardwise.registry import registered
+from shardwise.registry import first_answer, registered
 
 Spans = tuple[tuple[int, ...], tuple[int, ...]]
 """Global ranks of this rank's shard group and replicate group, in order."""
@@ -70,14 +70,11 @@ def build_mesh(
             one shard group per host. A `Mesh` (the planner makes its own) is returned as it is.
         secondary_size: number of ranks in a group for resharding after forward; must divide the shard group.
     Raises:
-        MeshError: the strategy, the mesh and the number of ranks do not fit together; or there is no process group
-            although torchrun started several ranks.
+        MeshError: the strategy, the mesh and the number of ranks do not fit together.
     """
     if isinstance(mesh, Mesh):
         return mesh
     initialized = dist.is_available() and dist.is_initialized()
-    if mesh is None and not initialized:
-        _check_alone()
     world_size = dist.get_world_size() if initialized else 1
     device = device or _device_for(mesh)
     if world_size == 1 and mesh is None:
@@ -94,10 +91,9 @@ def build_mesh(
 
 def _groups_of(strategy: Strategy, mesh: DeviceMesh | None) -> Groups:
     """Return this rank's groups. Every rank must call this, unless there is a mesh."""
-    for choose in registered(GROUPS):
-        found: Groups | None = choose(strategy, mesh)
-        if found is not None:
-            return found
+    attached: Groups | None = first_answer(GROUPS, strategy, mesh)
+    if attached is not None:
+        return attached
     if strategy.sharded and strategy.replicated:
         raise MeshError(f"strategy {strategy.value!r} needs groups of two kinds, which nothing attached makes")
     if mesh is not None and mesh.ndim != 1:
@@ -128,18 +124,6 @@ def _device_for(mesh: DeviceMesh | None) -> torch.device:
     return device
 
 
-def _check_alone() -> None:
-    """Raise MeshError if a launcher started several ranks: without a process group each would train a model of its
-    own."""
-    rank, ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
-    if rank is not None and ranks.isdecimal() and int(ranks) > 1:
-        raise MeshError(
-            f"RANK={rank} and WORLD_SIZE={ranks} are set, as torchrun sets them, but there is no process group, so "
-            f"each of the {ranks} ranks would train a model of its own: call "
-            "torch.distributed.init_process_group(...) before sw.shard (or unset WORLD_SIZE, if that is what you want)"
-        )
-
-
 def spans_of(strategy: Strategy, mesh: DeviceMesh | Mesh) -> Spans:
     """Return the ranks that `build_mesh` would put into groups. No communication. Raises MeshError as that does."""
     return mesh.spans if isinstance(mesh, Mesh) else _spans(*_groups_of(strategy, mesh))
@@ -153,3 +137,42 @@ def _spans(shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup | None)
 
 def _alone(device: torch.device) -> Collectives:
     return DryCollectives(0, 1, device)
+
+
+# Agreement ------------------------------------------------------------------------------------------------------------
+
+FIRST_UNIT_LABEL = 16
+"""Smaller labels are for other purposes than gathering and reducing a unit."""
+
+
+class Agreement:
+    """What one model's ranks tell each other between their hosts. None of it waits for a device."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.groups = [group for group in (mesh.shard, mesh.replicate) if group.world_size > 1]
+        """Those whose ranks must agree."""
+
+    @staticmethod
+    def gather_label(unit_index: int) -> int:
+        """Return the label of a collective that gathers the unit."""
+        return FIRST_UNIT_LABEL + 2 * unit_index
+
+    @staticmethod
+    def reduce_label(unit_index: int) -> int:
+        """Return the label of a collective that reduces the unit's gradients."""
+        return FIRST_UNIT_LABEL + 2 * unit_index + 1
+
+    def note(self, label: int) -> None:
+        """Note that this rank issues a collective with this label. No communication."""
+
+    def greatest(self, flags: bytes) -> bytes:
+        """Return the elementwise maximum of all ranks' flags, at the end of a backward. Every rank must call this."""
+        for group in self.groups:
+            flags = group.exchange(flags, greatest_of)
+        return flags
+
+
+def greatest_of(left: bytes, right: bytes) -> bytes:
+    """Return the elementwise maximum of two messages of one length."""
+    both = (np.frombuffer(text, dtype=np.uint8) for text in (left, right))
+    return np.maximum(*both).tobytes()

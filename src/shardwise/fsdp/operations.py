@@ -1,21 +1,26 @@
-"""Operations on sharded parameters that training needs: elementwise ones, which act on pieces alone, and norms."""
+"""Operations on sharded parameters that training needs: elementwise ones, which act on pieces alone, norms, and the
+steps of optimizers."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import accelerators
 from shardwise.errors import NotOnPiecesError, UsageError
 from shardwise.fsdp.collectives import Collectives
 from shardwise.fsdp.sharded_parameter import (
     Handler,
+    Owner,
     Placement,
     ShardedParameter,
     first_sharded,
@@ -23,6 +28,7 @@ from shardwise.fsdp.sharded_parameter import (
     same_cut,
     stored_device,
     stored_dtype,
+    types_of_lists,
 )
 from shardwise.registry import registered
 
@@ -398,6 +404,75 @@ def _joined(vectors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Concatenate the vectors in `dtype`; a single vector of that dtype is returned itself."""
     wide = [vector.to(dtype) for vector in vectors]
     return wide[0] if len(wide) == 1 else torch.cat(wide)
+
+
+# Steps of optimizers --------------------------------------------------------------------------------------------------
+
+# Hooks notify the units whose shards a step updates, since a fused optimizer does not increase a tensor's version.
+
+Attached = Callable[[Optimizer, Collection[Owner]], object]
+BEFORE = "before an optimizer's step"
+"""Seam: called with an optimizer and the units that it updates, before each step. May raise."""
+AFTER = "after an optimizer's step"
+"""Seam: the same after each step."""
+IS_PART = "_shardwise_view"
+"""Attribute of an optimizer whose steps are parts of another one's: nothing is called around them."""
+
+_before: list[Attached] = []
+_after: list[Attached] = []
+_stepping: weakref.WeakKeyDictionary[Optimizer, set[Owner]] = weakref.WeakKeyDictionary()
+"""The owners that each optimizer updates whose step is under way, or raised."""
+
+
+@functools.cache
+def watch() -> None:
+    """Hook the steps of every optimizer, once in a process."""
+    _before[:], _after[:] = registered(BEFORE), registered(AFTER)
+    register_optimizer_step_pre_hook(_pre_step)
+    register_optimizer_step_post_hook(_post_step)
+
+
+def attach_before(attached: Attached) -> None:
+    """Have `attached` called before each step from now on, after all others. A second call does nothing."""
+    if attached not in _before:
+        _before.append(attached)
+
+
+def updates_nothing(optimizer: Optimizer) -> None:
+    """Note that the optimizer's `step()` under way updates nothing, because all updates have been made already."""
+    _stepping[optimizer] = set()
+
+
+def owners_of(optimizer: Optimizer) -> set[Owner]:
+    """Return the units whose parameters the optimizer updates."""
+    return {
+        parameter.unit
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if type(parameter) in types_of_lists and parameter.unit is not None
+    }
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if IS_PART in optimizer.__dict__:  # inside the step of a subclass, which calls its base's
+        return
+    owners = owners_of(optimizer)
+    for attached in _before:
+        attached(optimizer, owners)
+    _stepping[optimizer] = owners
+
+
+def _post_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if IS_PART in optimizer.__dict__:
+        return
+    owners = _stepping.pop(optimizer, None)
+    if owners is None:  # a step inside a step of the same optimizer (a subclass's) is over already
+        owners = owners_of(optimizer)
+    for unit in owners:
+        unit.stepped()
+    for attached in _after:
+        attached(optimizer, owners)
 
 
 # What else runs operations -------------------------------------------------------------------------------------------

@@ -29,12 +29,72 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import UsageError
 from shardwise.fsdp import operations as operations  # what optimizers may do with the sharded parameters made here
 from shardwise.fsdp.collectives import FINISHED, Buffer, BufferKind, Collectives, FlatSpan, Work
 from shardwise.fsdp.layout import FlatLayout, build_layout, round_up
-from shardwise.fsdp.modules import Original, Values, foreign_parameter, leaf_of, placeholder_of
 from shardwise.fsdp.sharded_parameter import SHARDED_ATTRIBUTE, GradientShard, Placement, ShardedParameter
 from shardwise.fsdp.slots import SLOT_ALIGN_BYTES, Slot
+from shardwise.registry import first_answer
+
+# Places in the module tree --------------------------------------------------------------------------------------------
+
+Values = Callable[[str], Tensor | None]
+"""Returns the full tensor of the parameter with this fqn, on any real device; None if it has no values yet."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """A place in the module tree that holds a parameter. A tied parameter has several."""
+
+    module: nn.Module
+    name: str
+
+
+Original = tuple[str, nn.Parameter, tuple[Site, ...]]
+"""A parameter to be sharded: its fully qualified name, itself, and every attribute of a module that holds it."""
+
+
+FOREIGN = "foreign parameter"
+"""Functions that explain it: (fqn, what the module holds) -> UsageError | None."""
+
+
+def foreign_parameter(fqn: str, held: object) -> UsageError:
+    """Return the error for a module that holds another tensor than the parameter that sharding put there."""
+    error: UsageError | None = first_answer(FOREIGN, fqn, held)
+    return error or UsageError(f"parameter {fqn!r} was replaced or removed after it was sharded: do that before")
+
+
+def inherit(heir: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
+    """Give `heir` the attributes and hooks of the parameter that it replaces; returns it."""
+    # Attributes that the heir has already stay: fake tensors keep their device there.
+    heir.__dict__.update({name: value for name, value in original.__dict__.items() if name not in heir.__dict__})
+    heir._backward_hooks = original._backward_hooks
+    heir._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
+    return heir
+
+
+def placeholder_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor with the full shape over one NaN element (0 for integers).
+
+    Late gradients still find a leaf of the right shape, and reading the parameter outside its unit's forward gives NaN.
+    """
+    fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), fill, dtype=dtype, device=device).expand(shape)
+
+
+def leaf_of(original: nn.Parameter, placeholder: Tensor) -> nn.Parameter:
+    """Return the leaf that modules compute with.
+
+    If possible it is the user's own parameter, so that its hooks and attributes stay and all who refer to it compute
+    with the same one. It is a new parameter if the device differs or the original is a fake tensor.
+    """
+    if original.device == placeholder.device and issubclass(type(original), nn.Parameter):  # not a fake tensor
+        original.data = placeholder
+        original.grad = None
+        return original
+    return inherit(nn.Parameter(placeholder, requires_grad=original.requires_grad), original)
+
 
 # Groups ---------------------------------------------------------------------------------------------------------------
 
@@ -174,11 +234,6 @@ class Group:
     def trainable(self) -> bool:
         """Whether any parameter of the group requires a gradient, as of the beginning of the last step or backward."""
         return any(parameter.requires_grad for parameter in self.leaves or self.originals)
-
-    @property
-    def placeholder_bytes(self) -> int:
-        """Bytes that the leaves hold while the unit is sharded: one element each."""
-        return sum(placeholder.itemsize for placeholder in self._placeholders)
 
     @property
     def shard(self) -> Tensor:
@@ -353,12 +408,11 @@ _MOVES: dict[ParameterState, tuple[ParameterState, ...]] = {
 class Slices:
     """The slices of a unit's groups over one group of ranks, and their places in a slot."""
 
-    def __init__(self, groups: Sequence[Group], collectives: Collectives, own: Sequence[Tensor] | None) -> None:
-        """`own`: memory for the slices, those of a secondary shard; None: they are the groups' shards."""
+    def __init__(self, groups: Sequence[Group], collectives: Collectives) -> None:
         self.collectives = collectives
         self._groups = groups
-        self._own = own
-        if own is None and all(group.is_resident for group in groups):
+        self._own: Sequence[Tensor] | None = None
+        if all(group.is_resident for group in groups):
             self._own = [group.shard for group in groups]
         """The slices, by group; None if some are not resident, and so are loaded when they are asked for."""
         self.version = -1
@@ -396,12 +450,6 @@ class Slices:
             for group, piece, place in zip(self._groups, self.pieces, self._places, strict=True):
                 group.pre_all_gather(slot.flat(*place), piece)
 
-    def read_from(self, slot: Slot[Any], version: int) -> None:
-        """Copy the slices out of a slot that holds weights of that version."""
-        for piece, place in zip(self.pieces, self._places, strict=True):
-            piece.copy_(slot.flat(*place))
-        self.were_written(version, self.collectives.mark())
-
 
 class UnitParameters:
     """A unit's parameters, sharded and unsharded, and the slot that they are unsharded in."""
@@ -430,12 +478,6 @@ class UnitParameters:
         self._pinned_bytes: Tensor | None = None
         self._views: dict[int, tuple[int, list[list[Tensor]]]] = {}
         """By `id` of a slot: its generation, and views of the full parameters in it, by group."""
-        self._leaves: list[Tensor] = []
-        """The leaves of all groups."""
-        self._shown_versions: list[int] = []
-        """Versions of the leaves when modules began to hold them: a write into the slot would be lost."""
-        self._read_versions: list[int] | None = None
-        """Versions of the sharded parameters when operations first read these whole; None if none did."""
         self._observer: Callable[[ParameterState, ParameterState], None] | None = None
 
     def observe(self, observer: Callable[[ParameterState, ParameterState], None]) -> None:
@@ -496,14 +538,13 @@ class UnitParameters:
                 start, nbytes = group.unsharded_start, group.layout.numel * group.dtypes.master.itemsize
                 storage = self._pinned_bytes[start : start + nbytes].view(group.dtypes.master)
             group.shard_parameters(device, storage, values)
-        self._leaves = [leaf for group in self.groups for leaf in group.leaves]
-        self.leaf_ids = frozenset(map(id, self._leaves))
+        self.leaf_ids = frozenset(id(leaf) for group in self.groups for leaf in group.leaves)
         self.move_to(self.groups[0].collectives if self.groups else None)
 
     def move_to(self, collectives: Collectives | None) -> None:
         """Gather over `collectives` from now on: another object for the same ranks. No communication."""
         if collectives is not None:
-            self.slices = Slices(self.groups, collectives, None)
+            self.slices = Slices(self.groups, collectives)
             self._note_writes(self.version)
 
     def pin(self, collectives: Collectives, holder: object) -> Slot[Any]:
@@ -551,7 +592,6 @@ class UnitParameters:
 
     def show_unsharded(self) -> None:
         """Let modules hold the full parameters."""
-        self._shown_versions = self._leaf_versions()
         self._move(ParameterState.IN_USE)  # first, so that after an interrupt in the loop `show_sharded` is called
         for group in self.groups:
             group.show_leaves()
@@ -576,32 +616,6 @@ class UnitParameters:
         self._move(ParameterState.SHARDED)
         self.slot = None
         return slot, is_referenced
-
-    def note_reads(self) -> None:
-        """Note that operations read the sharded parameters whole, from now on until `written_in_place` is called: what
-        they return are views that share these parameters' versions."""
-        if self._read_versions is None:
-            self._read_versions = self._sharded_versions()
-
-    def written_in_place(self) -> str | None:
-        """Return the name of a parameter that was written since modules hold the full ones, or None."""
-        now = self._leaf_versions()
-        if self._read_versions is None and now == self._shown_versions:  # asked for every call of every unit
-            return None
-        if not self._shown_versions:
-            return None
-        fqns = [fqn for group in self.groups for fqn in group.fqns]
-        versions = [*zip(fqns, now, self._shown_versions, strict=True)]
-        if self._read_versions is not None:
-            versions += zip(fqns, self._sharded_versions(), self._read_versions, strict=True)
-            self._read_versions = None
-        return next((fqn for fqn, now, then in versions if now != then), None)
-
-    def _sharded_versions(self) -> list[int]:
-        return [sharded._version for group in self.groups for sharded in group.sharded]
-
-    def _leaf_versions(self) -> list[int]:
-        return [leaf._version for leaf in self._leaves]
 
     def _views_of(self, slot: Slot[Any] | None) -> list[list[Tensor]]:
         """Return views of the full parameters in a slot, by group; cached."""

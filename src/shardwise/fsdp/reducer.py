@@ -17,8 +17,6 @@ A reduce slot is *free* (no holder), *collecting* (its holder's `gradients.slot`
   shard's gradient and later ones add to it.
 - A gradient that arrives while its unit has no slot joins the next slot that the unit has; if any rank still holds
   one when backward ends, all ranks reduce that unit then.
-- A backward that raised leaves slots collecting, and `abandon` frees them. (So does a custom reduction that is not due:
-  the next backward continues in them.)
 """
 
 from __future__ import annotations
@@ -27,22 +25,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import UsageError
-from shardwise.fsdp.buffers import BatchedAddition, ScaledAddition
-from shardwise.fsdp.collective_log import CollectiveLog, SyncPoint
 from shardwise.fsdp.collectives import BufferKind, Collectives, Reduction, Work
-from shardwise.fsdp.gradients import GradientStatus, Key
-from shardwise.fsdp.mesh import Mesh
-from shardwise.fsdp.sharded_parameter import hooks_run
+from shardwise.fsdp.gradients import BatchedAddition, GradientStatus, Key, ScaledAddition
+from shardwise.fsdp.mesh import Agreement, Mesh
+from shardwise.fsdp.parameter_group import Group
 from shardwise.fsdp.slots import Arena, Slot, size_classes
-from shardwise.fsdp.strategy import Strategy
 from shardwise.fsdp.unit import Unit
-from shardwise.registry import registered
 
 # Reductions under way -------------------------------------------------------------------------------------------------
 
@@ -65,18 +58,10 @@ class InFlight(deque[Flight]):
     """The reductions of one reducer that are under way, and the work left to do when one is over. Those of one unit are
     finished in their order: the first of a backward overwrites the shard's gradient and later ones add to it."""
 
-    def make_room(self, unit: Unit) -> None:
-        """Called before sums of the unit begin. Gradients that are not resident need room in memory (an extension)."""
-
     def finish_all(self) -> None:
         """Wait for every flight and free its slot."""
         while self:
             self._complete(self[0])
-
-    def finish_of(self, unit: Unit) -> None:
-        """Wait for the flights of the unit and free their slots."""
-        for flight in [flight for flight in self if flight.unit is unit]:
-            self._complete(flight)
 
     def finish_in(self, slot: Slot[Unit]) -> None:
         """Wait for the flight that has the slot, if any, and free the slot."""
@@ -110,20 +95,20 @@ class InFlight(deque[Flight]):
         slot. Flights of one unit must come here in their order."""
         if not flight.is_summed:
             self._add(flight)
-        for group in flight.unit.groups:
-            if group.trainable:
-                group.gradients.leave()
 
-    @staticmethod
-    def _add(flight: Flight) -> None:
+    def _add(self, flight: Flight) -> None:
         for work in flight.works:
             work.wait()
         if flight.slices:
             groups = [group for group in flight.unit.groups if group.trainable]
             for group, own in zip(groups, flight.slices, strict=True):
-                flight.unit.gradients.settle(own, *group.gradients.prepare_sum())
-                group.gradients.leave()  # before the next group's slice takes a buffer
+                self.settle(flight.unit, group, own)
         flight.is_summed = True
+
+    def settle(self, unit: Unit, group: Group, summed: Tensor) -> None:
+        """Add this rank's slice of a sum to the shard's gradient, or overwrite that."""
+        total, accumulate = group.gradients.prepare_sum()
+        unit.gradients.scaled.settle(total, summed, accumulate)
 
 
 # Reduce slots ---------------------------------------------------------------------------------------------------------
@@ -136,8 +121,7 @@ being reduced."""
 
 
 class ReduceSlots:
-    """Reduce slots shared by a size class, and reduce slots of one unit alone. Every rank allocates and releases them
-    alike."""
+    """Reduce slots shared by a size class. Every rank allocates and releases them alike."""
 
     def __init__(self, collectives: Collectives) -> None:
         """`collectives`: those that reduce gradients first."""
@@ -145,20 +129,13 @@ class ReduceSlots:
         self.allocates_gradients = True
         """Whether gradient shards are allocated with the slots; else when the first sum is added to them."""
         self.shared: Arena[Unit] | None = None
-        self.own: dict[Unit, Slot[Unit]] = {}
-        """Slots of one unit alone, in which it collects its gradients instead of a shared one."""
         self._largest: dict[Unit, int] = {}
         """The most bytes of a reduce slot that each unit has needed so far."""
 
     @property
     def all(self) -> list[Slot[Unit]]:
         """Every reduce slot."""
-        return [*(() if self.shared is None else self.shared.slots), *self.own.values()]
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all reduce slots."""
-        return sum(slot.buffer.bytes.numel() for slot in self.all)
+        return [] if self.shared is None else [*self.shared.slots]
 
     def allocate(self, units: Sequence[Unit], nesting: int) -> None:
         """Allocate reduce slots and gradient shards for the parameters that are trainable now."""
@@ -180,35 +157,13 @@ class ReduceSlots:
         self.shared = Arena(self._collectives, BufferKind.REDUCE, classes)
 
     def _follow_trainable(self, unit: Unit) -> None:
-        """Lay out the gradients of the groups that are trainable now. Drops the unit's own slot if it is too small."""
+        """Lay out the gradients of the groups that are trainable now."""
         gradients = unit.gradients
         gradients.close()  # it may still hold gradients that the user has dropped
         gradients.place()
         for group in unit.groups:
             if self.allocates_gradients and group.trainable:
                 group.gradients.allocate()
-        own = self.own.get(unit)
-        if own is not None and own.buffer.bytes.numel() < gradients.reduce_bytes:
-            own.collectives.drop(self.own.pop(unit).buffer)
-
-    def give_own(self, unit: Unit) -> None:
-        """Allocate a reduce slot for this unit alone, if it has none."""
-        if unit not in self.own:
-            buffer = self._collectives.allocate(unit.gradients.reduce_bytes, BufferKind.REDUCE)
-            self.own[unit] = Slot[Unit](self._collectives, buffer)
-
-    def release(self, units: Sequence[Unit]) -> None:
-        """Free the memory of every slot, and of the gradient shards of groups without a gradient; `allocate` may be
-        called again. Only between steps."""
-        self._drop_shared()
-        for slot in self.own.values():
-            slot.collectives.drop(slot.buffer)
-        self.own.clear()
-        self._largest.clear()
-        for unit in units:
-            unit.gradients.forget_slots()
-            for group in unit.groups:
-                group.gradients.release()
 
     def _drop_shared(self) -> None:
         for slot in () if self.shared is None else self.shared.slots:
@@ -218,81 +173,36 @@ class ReduceSlots:
 
 # The reducer ----------------------------------------------------------------------------------------------------------
 
-SEAM = "reducer"
+REDUCER = "reducer"
 """Functions that are asked first for the class of a model's `Reducer`: (mesh, strategy) -> type[Reducer] | None."""
-
-
-def reducer_for(mesh: Mesh, strategy: Strategy) -> type[Reducer]:
-    """Return the class whose object reduces the gradients of a model."""
-    found: list[type[Reducer]] = [kind for choose in registered(SEAM) if (kind := choose(mesh, strategy)) is not None]
-    return found[0] if found else Reducer
-
-
-class ReductionObserver(Protocol):
-    """What a module outside the core does in the course of a backward's reductions, alike on every rank."""
-
-    def begin_reduction(self, unit: Unit) -> None:
-        """Called before a reduction of the unit begins."""
-
-    def end_autograd(self) -> None:
-        """Called when autograd is done, before ranks agree on the status of all gradients."""
-
-    def wrote_grads(self, unit: Unit, statuses: Sequence[int]) -> None:
-        """Called when the unit's gradients are in `.grad`, with the status of each, in the order of its keys."""
-
-    def end_backward(self) -> None:
-        """Called when all gradients are in `.grad`."""
-
-    def abandon(self, units: Sequence[Unit]) -> None:
-        """Called after a backward that raised, when all its reductions are over."""
 
 
 class Reducer:
     """Reduce slots and reductions of one engine. Everything here happens in graph order, alike on every rank."""
 
-    def __init__(self, mesh: Mesh, log: CollectiveLog) -> None:
+    def __init__(self, mesh: Mesh, log: Agreement) -> None:
         self.mesh = mesh
         self.log = log
         # In a shard group of one rank nothing is scattered: replicas reduce the slots themselves.
         self.collectives = mesh.replicate if mesh.shard.world_size == 1 else mesh.shard
-        self._additions: dict[float, ScaledAddition] = {}
-        """By the divisor of the sum."""
+        addition = BatchedAddition if self.collectives.on_streams else ScaledAddition
+        self.mean: ScaledAddition = addition(1.0 / mesh.world_size)
+        """Adds gradients to those in a slot, so that their sum over ranks is the mean."""
         self.slots = ReduceSlots(self.collectives)
         self.in_flight = InFlight()
-        self.observers: list[ReductionObserver] = []
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of scratch memory for sums of different dtypes."""
-        return sum(scaled.scratch_bytes for scaled in self._additions.values())
 
     def allocate(self, units: Sequence[Unit], nesting: int) -> None:
         """Allocate what the reductions of currently trainable parameters need. Every rank must call this."""
-        custom = [unit.gradients.custom for unit in units if unit.gradients.custom is not None]
-        for reduction in custom:
-            reduction.check_none_waits()
         self.slots.allocate(units, nesting)
         for unit in units:
-            unit.gradients.scaled = self.addition(float(self.mesh.world_size))
-        for reduction in custom:
-            reduction.allocate(self)
-
-    def addition(self, divisor: float) -> ScaledAddition:
-        """Return what adds gradients to those in a slot, each divided by `divisor`."""
-        if divisor not in self._additions:
-            kind = BatchedAddition if self.collectives.on_streams else ScaledAddition
-            self._additions[divisor] = kind(1.0 / divisor)
-        return self._additions[divisor]
+            unit.gradients.scaled = self.mean
 
     def open(self, unit: Unit) -> None:
         """Give the unit a slot for its gradients. Called in graph order, never because a gradient arrived: all ranks
         take slots in the same order, whichever gradients they have."""
         gradients = unit.gradients
         if gradients.slot is None and gradients.reduce_bytes:
-            if gradients.custom is not None:
-                gradients.custom.open()
-            own = self.slots.own.get(unit)
-            gradients.open(self.claim(own or self.find_slot(self.slots.shared, unit), unit))
+            gradients.open(self.claim(self.find_slot(self.slots.shared, unit), unit))
 
     def add(self, unit: Unit, key: Key, grad: Tensor) -> None:
         """Collect one of this rank's gradients."""
@@ -305,20 +215,12 @@ class Reducer:
         unit.gradients.add(key, grad)
         self.collectives.advance()
 
-    def begin(self, units: Sequence[Unit]) -> None:
-        """Begin a backward. No communication."""
-        for unit in units:
-            if unit.gradients.custom is not None:
-                unit.gradients.custom.begin_backward()
-
     def reduce(self, unit: Unit) -> None:
         """Start to reduce the unit's slot, if it has one; missing gradients count as zeros. The reduction is waited for
-        when the slot is needed again or backward ends. If it is not due, everything stays in the slot."""
+        when the slot is needed again or backward ends."""
         gradients = unit.gradients
         gradients.scaled.flush()
-        if gradients.slot is not None and (gradients.custom is None or gradients.custom.is_due):
-            for observer in self.observers:
-                observer.begin_reduction(unit)
+        if gradients.slot is not None:
             self._start(unit, gradients.complete())
 
     def finish(self, units: Sequence[Unit]) -> None:
@@ -326,25 +228,10 @@ class Reducer:
 
         Ranks must agree even if this one used every parameter: another may not have, and no rank knows of the others.
         """
-        self._flush()
-        reduced = []
-        for unit in units:
-            custom = unit.gradients.custom
-            if custom is not None and not custom.is_due:
-                custom.end_backward()
-            elif unit.gradients.keys:
-                reduced.append(unit)
-        if reduced:
-            self._finish_reduced(reduced)
-        elif any(unit.reshards_after_forward for unit in units):
-            # Else nothing was issued, and ranks may run different numbers of such backwards.
-            self.log.agree(SyncPoint.BACKWARD_END)
-
-    def _finish_reduced(self, units: Sequence[Unit]) -> None:
-        for observer in self.observers:
-            observer.end_autograd()
-        own = b"".join(unit.gradients.statuses() for unit in units)
-        agreed = iter(self.log.agree(SyncPoint.BACKWARD_END, own))
+        self.flush()
+        units = [unit for unit in units if unit.gradients.keys]
+        own = b"".join(map(self.statuses_of, units))
+        agreed = iter(self.log.greatest(own))
         of_units = [list(islice(agreed, len(unit.gradients.keys))) for unit in units]
         for unit, statuses in zip(units, of_units, strict=True):
             if GradientStatus.WAITS in statuses:  # on any rank, so all of them reduce, in unit order
@@ -353,30 +240,20 @@ class Reducer:
             else:
                 unit.gradients.close()
         self.in_flight.finish_all()
-        with hooks_run():
-            for unit, statuses in zip(units, of_units, strict=True):
-                if unit.gradients.custom is not None and unit.gradients.custom.keep(statuses):
-                    continue
-                unit.gradients.write_grads(statuses)
-                for observer in self.observers:
-                    observer.wrote_grads(unit, statuses)
-        for observer in self.observers:
-            observer.end_backward()
+        self._write_grads(units, of_units)
 
-    def abandon(self, units: Sequence[Unit]) -> None:
-        """After a backward that raised, finish the reductions that peers may be waiting for and forget the rest."""
-        self._flush()  # while the slots are still those units'
-        self.in_flight.finish_all()
-        for unit in units:
-            unit.gradients.abandon()
-        for slot in self.slots.all:
-            slot.free()
-        for observer in self.observers:
-            observer.abandon(units)
+    def statuses_of(self, unit: Unit) -> bytes:
+        """Return the status of each of the unit's gradients on this rank."""
+        return unit.gradients.statuses()
 
-    def _flush(self) -> None:
-        for scaled in self._additions.values():
-            scaled.flush()
+    def _write_grads(self, units: Sequence[Unit], of_units: Sequence[Sequence[int]]) -> None:
+        """Write the units' gradients to `.grad`, given the statuses that ranks agreed on."""
+        for unit, statuses in zip(units, of_units, strict=True):
+            unit.gradients.write_grads(statuses)
+
+    def flush(self) -> None:
+        """Copy all gradients that have arrived to their slots."""
+        self.mean.flush()
 
     # Slots ------------------------------------------------------------------------------------------------------
 
@@ -410,15 +287,12 @@ class Reducer:
         label = self.log.reduce_label(unit.index)
         if self.mesh.world_size > 1:
             self.log.note(label)
-        custom = unit.gradients.custom
-        if custom is None or not custom.start(slot, label):
-            self.start_sum(unit, slot, label)
+        self.start_sum(unit, slot, label)
 
     def start_sum(self, unit: Unit, slot: Slot[Unit], label: int) -> None:
         """Start to sum the slot into the shard's gradient."""
         groups = [group for group in unit.groups if group.trainable]
         if self.mesh.replicate.world_size == 1:
-            self.in_flight.make_room(unit)
             scaled = unit.gradients.scaled
             reductions = tuple(
                 Reduction(

@@ -125,184 +125,63 @@ class Call(Generic[U]):
         """The exception that the call raised, or None. Only valid in its post-forward hook."""
         return None if id(sys.exception()) == self._handled else sys.exception()
 
-    def begin_at(self, point: int) -> None:
-        """Set the point at which it begins, in grad mode."""
-        self.begin = point
-
-    def end_at(self, point: int, has_backward: bool) -> None:
-        """Set the point at which it returned, and whether it has a backward."""
-        self.end, self.has_backward = point, has_backward
-
-    def be_first(self, is_first: bool) -> None:
-        """Set whether no earlier call of its unit has a backward, as far as is known."""
-        self.is_first = is_first
-
-    def open(self) -> None:
-        """Begin its backward."""
-        self.is_open = True
-
-    def close(self) -> None:
-        """End its backward."""
-        self.is_open = False
-
-
-class UnitCalls(Generic[U]):
-    """The calls of one unit that are under way, in forward and in backward."""
-
-    __slots__ = ("_forward", "_open", "_was_inside_hooks", "is_held")
-
-    def __init__(self) -> None:
-        self._forward: list[Call[U]] = []
-        self._open = 0
-        self._was_inside_hooks = False
-        self.is_held = False
-        """Whether the unit is held by hand (`sw.unshard`), for code outside any call of it."""
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward of the unit is under way."""
-        return bool(self._forward)
-
-    @property
-    def want_backward(self) -> bool:
-        """Whether the outermost forward under way began in grad mode."""
-        return bool(self._forward) and self._forward[0].begin >= 0
-
-    @property
-    def error(self) -> BaseException | None:
-        """The exception that the innermost forward raised, or None. Only valid in its post-forward hook."""
-        return self._forward[-1].error if self._forward else None
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether the backward of one of its calls is under way."""
-        return self._open > 0
-
-    @property
-    def are_over(self) -> bool:
-        """Whether no forward or backward of the unit is under way, and it is not held by hand."""
-        return not self._forward and not self._open and not self.is_held
-
-    def hold(self, is_held: bool) -> None:
-        """Hold the unit by hand from now on, or no longer."""
-        self.is_held = is_held
-
-    def begin_forward(self, call: Call[U]) -> None:
-        """Note that a forward begins."""
-        self._forward.append(call)
-
-    def end_forward(self) -> Call[U] | None:
-        """Return the innermost forward, which is over or raised; None if its beginning was not reported."""
-        return self._forward.pop() if self._forward else None
-
-    def wants_hooks(self, recompute: bool, inside_others: bool) -> bool:
-        """Whether to activate saved-tensor hooks for a call; `inside_others`: hooks that are not ours are active.
-
-        Not for a recomputation inside others' hooks if the forward ran outside any: a checkpoint within the unit's own
-        module recomputes then. In forward its hooks were pushed inside ours; ours must not be pushed inside them now.
-        """
-        if not recompute:
-            self._was_inside_hooks = inside_others
-        return self._was_inside_hooks or not inside_others
-
-    def begin_backward(self, call: Call[U]) -> None:
-        """Begin the backward of a call."""
-        call.open()
-        self._open += 1
-
-    def end_backward(self, call: Call[U]) -> None:
-        """End the backward of a call."""
-        call.close()
-        self._open -= 1
-
-    def forget_forward(self) -> None:
-        """Forget all forwards, of which one was interrupted."""
-        self._forward.clear()
-
-    def forget_backward(self) -> None:
-        """Forget all open backwards: autograd is done, whichever hooks fired."""
-        self._open = 0
-
 
 class ForwardPass(Generic[U]):
     """One outermost forward: when the calls inside it began and ended, and how far backward has come."""
 
-    __slots__ = ("_backward", "_first", "_points", "_position", "order")
+    __slots__ = ("_first", "backward", "order", "points", "position")
 
     def __init__(self, order: int) -> None:
         self.order = order
         """Grows from pass to pass."""
-        self._points: list[Call[U]] = []
+        self.points: list[Call[U]] = []
+        """The call of each point."""
         self._first: dict[U, Call[U]] = {}
-        self._backward = -1
-        """Graph task id of the backward that `_position` belongs to: a retained graph has several backwards."""
-        self._position = 0
-
-    @property
-    def position(self) -> int:
-        """How many of its points backward has not passed yet."""
-        return self._position
+        self.backward = -1
+        """Graph task id of the backward that `position` belongs to: a retained graph has several backwards."""
+        self.position = 0
 
     def begin(self, call: Call[U]) -> None:
         """Note that a call begins, in grad mode."""
-        call.begin_at(len(self._points))
-        self._points.append(call)
+        call.begin = len(self.points)
+        self.points.append(call)
 
     def end(self, call: Call[U], has_backward: bool) -> None:
         """Note that a call has returned. Does nothing if it began outside grad mode."""
         if call.begin < 0:
             return
-        call.end_at(len(self._points), has_backward)
-        self._points.append(call)
+        call.end, call.has_backward = len(self.points), has_backward
+        self.points.append(call)
         if has_backward:
             first = self._first.get(call.unit)
             if first is None or call.begin < first.begin:
                 if first is not None:
-                    first.be_first(False)
-                call.be_first(True)
+                    first.is_first = False
+                call.is_first = True
                 self._first[call.unit] = call
 
     def follow(self, backward: int) -> bool:
         """Start `backward` at the pass's last point if this is its first report. Returns whether it is."""
-        if backward == self._backward:
+        if backward == self.backward:
             return False
-        self._backward = backward
-        self._position = len(self._points)
+        self.backward = backward
+        self.position = len(self.points)
         self.close()
         return True
 
     def close(self) -> None:
         """Close every open call, because the last backward raised or another one begins."""
-        for call in self._points:
-            if call.is_open:  # a method's call for each point of each backward adds up
-                call.close()
+        for call in self.points:
+            call.is_open = False
 
     def has_come_to(self, call: Call[U], backward: int) -> bool:
         """Whether `backward` has passed the end of the call, where the call's backward begins."""
-        return backward == self._backward and self._position <= call.end
-
-    def point_of_recomputation(self, unit: U, backward: int) -> int:
-        """Return the point that `backward` has come to if it recomputes a call of the unit, as a checkpoint does: that
-        at which the call that ended last ended, with those inside it that ended with it.
-
-        Example: a checkpoint around a unit A and then a layer that only rank 1 runs. On rank 0 the gradient of A's
-        output arrives, A's backward begins, and a saved tensor of A starts the recomputation. On rank 1 a saved tensor
-        of the layer starts it, before that gradient. There too A's backward begins first, so both gather alike.
-        """
-        come_to = len(self._points)
-        if backward != self._backward or all(call.unit is not unit for call in self._points[: self._position]):
-            return come_to
-        for position in reversed(range(self._position)):
-            call = self._points[position]
-            if call.has_backward and position != call.end:
-                break
-            come_to = position
-        return come_to
+        return backward == self.backward and self.position <= call.end
 
     def walk_back(self, position: int = 0) -> Iterator[tuple[Call[U], bool]]:
         """Pass the points from the last one passed back to `position`, inclusive. Yields for each its call and whether
         it is the call's end (its backward begins) or its beginning (its backward is over)."""
-        while self._position > position:
-            self._position -= 1
-            call = self._points[self._position]
-            yield call, self._position == call.end
+        while self.position > position:
+            self.position -= 1
+            call = self.points[self.position]
+            yield call, self.position == call.end

@@ -1,8 +1,8 @@
 """Shards a module in place: what a plain model on a real device needs.
 
 It chooses the modules that become units, and assigns each parameter to one. A unit's parameters are sorted into groups
-by dtype and by whether they are trainable or frozen. Ranks agree that they laid out the same model. Each unit cuts its
-parameters into this rank's shards, of equal values on every rank. An `Engine` hooks the modules.
+by dtype and by whether they are trainable or frozen. Each unit cuts its parameters, of equal values on every rank, into
+this rank's shards. An `Engine` hooks the modules. That ranks built the same model is trusted.
 
 `Seams` holds what a call adds for other models, each member a list or a function that this file only calls: `sw.shard`
 fills them (`engine/setup`).
@@ -10,128 +10,41 @@ fills them (`engine/setup`).
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.errors import DifferentModelsError
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.mesh import Mesh, build_mesh
-from shardwise.fsdp.modules import Original, Site, UnitPlan
-from shardwise.fsdp.parameter_group import Dtypes, Group
+from shardwise.fsdp.operations import watch
+from shardwise.fsdp.parameter_group import Dtypes, Group, Original, Site
 from shardwise.fsdp.sharded_parameter import SHARDED_ATTRIBUTE, ShardedParameter
-from shardwise.fsdp.step_hooks import watch
 from shardwise.fsdp.strategy import Precision, Strategy
 from shardwise.fsdp.unit import Unit, UnitSettings
 
-# Agreement ------------------------------------------------------------------------------------------------------------
-
-# Ranks must have the same layout and the same initial numbers before they train together.
-
-_HASH_BITS = 62
-"""Hashes are compared as positive int64."""
-
-
-def agree_on_layout(
-    units: Sequence[Unit], buffers: Sequence[tuple[str, Tensor]], settings: Sequence[object], mesh: Mesh
-) -> None:
-    """Raise DifferentModelsError on every rank if two ranks laid out different models or gave `shard` other settings.
-
-    Every rank must call this, before the first collective that depends on the model: it exchanges a few bytes of fixed
-    size, so ranks with different models learn of it instead of waiting for one another.
-    """
-    if mesh.is_dry:
-        return
-    text = f"{[str(setting) for setting in settings]}|{[(n, b.dtype, tuple(b.shape)) for n, b in buffers]}\n"
-    text += "\n".join(
-        f"{unit.fqn}|{group.dtypes}|{group.trainable}|{[(e.fqn, e.shape) for e in group.layout.entries]}"
-        for unit in units
-        for group in unit.groups
-    )
-    digest = _digest(text)
-    parameters = sum(len(group.fqns) for unit in units for group in unit.groups)
-    numel = sum(group.layout.used_numel for unit in units for group in unit.groups)
-    mine = torch.tensor([digest, parameters, numel], dtype=torch.int64, device=mesh.device)
-    lowest, highest = _extremes(mine, mesh)
-    if not torch.equal(lowest, highest):
-        rank = mesh.replicate.rank * mesh.shard.world_size + mesh.shard.rank
-        raise DifferentModelsError(
-            f"ranks built different models: rank {rank} has {parameters} parameters ({numel} elements); over all ranks "
-            f"there are {int(lowest[1])} to {int(highest[1])} parameters ({int(lowest[2])} to {int(highest[2])} "
-            "elements). Build the same model, with the same dtypes, requires_grad and buffers, and call sw.shard with "
-            "the same arguments on every rank"
-        )
-
-
-def is_same(text: str, mesh: Mesh) -> bool:
-    """Return whether all ranks give the same text. Every rank must call this."""
-    lowest, highest = _extremes(torch.tensor([_digest(text)], dtype=torch.int64, device=mesh.device), mesh)
-    return torch.equal(lowest, highest)
-
-
-def agree_on_values(named: Sequence[tuple[str, Tensor]], mesh: Mesh) -> list[str]:
-    """Broadcast rank 0's numbers of every tensor in which some rank differs, and warn. Returns the tensors' names.
-
-    `named`: full (unsharded) tensors, local copies that should be equal on every rank; changed in place. Every rank
-    must call this with equal names and shapes.
-    """
-    if mesh.is_dry or not named:
-        return []
-    sums = [_checksum(tensor) for _, tensor in named]
-    lowest, highest = _extremes(torch.tensor(sums, dtype=torch.int64, device=mesh.device), mesh)
-    different = (lowest != highest).tolist()
-    names = [name for (name, _), differs in zip(named, different, strict=True) if differs]
-    for (_, tensor), differs in zip(named, different, strict=True):
-        if differs:
-            _broadcast(tensor, mesh)
-    if names and mesh.replicate.rank == mesh.shard.rank == 0:
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        warnings.warn(
-            f"shardwise: initial values differ between ranks for {shown}; rank 0's were broadcast", stacklevel=2
-        )
-    return names
-
-
-def anywhere(flags: Sequence[bool], mesh: Mesh) -> list[bool]:
-    """Return for each flag whether it is true on some rank. Every rank must call this with as many flags."""
-    mine = torch.tensor(flags, dtype=torch.int64, device=mesh.device)
-    return [bool(flag) for flag in _extremes(mine, mesh)[1].tolist()]
-
-
-def _extremes(mine: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    both = torch.cat([mine, -mine])
-    mesh.shard.all_reduce(both, "max").wait()
-    mesh.replicate.all_reduce(both, "max").wait()
-    highest, lowest = both.chunk(2)
-    return -lowest, highest
-
-
-def _digest(text: str) -> int:
-    return int(xxhash.xxh3_64_intdigest(text.encode())) >> (64 - _HASH_BITS)
-
-
-def _checksum(tensor: Tensor) -> int:
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu()
-    return int(xxhash.xxh3_64_intdigest(data.numpy().data)) >> (64 - _HASH_BITS)
-
-
-def _broadcast(tensor: Tensor, mesh: Mesh) -> None:
-    """Broadcast from rank 0 along both axes, and write the result into `tensor`, whichever device that is on."""
-    moving = tensor.detach().to(mesh.device).resolve_conj().resolve_neg().contiguous()
-    mesh.replicate.broadcast(moving, 0)
-    mesh.shard.broadcast(moving, 0)
-    if moving.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(moving)
-
-
 # Choosing units -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """A module that becomes a unit, and the parameters that the unit owns."""
+
+    fqn: str
+    module: nn.Module
+    ancestors: tuple[UnitPlan, ...]
+    """The units around it, outermost first."""
+    parameters: list[Original] = field(default_factory=list)
+    modules: list[nn.Module] = field(init=False)
+    """The modules whose forwards use the parameters: the module itself, unless a review says otherwise."""
+
+    def __post_init__(self) -> None:
+        self.modules = [self.module]
+
 
 Named = tuple[str, nn.Module]
 """A module inside the model, with its fully qualified name."""
@@ -140,9 +53,6 @@ Planner = Callable[[nn.Module, Sequence[Named]], Sequence[Named]]
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Containers that are never called, so they are never units."""
-
-LARGE = 0.5
-"""An embedding or a head becomes a unit of its own if it has at least this share of the median unit's elements."""
 
 
 def choose_units(model: nn.Module, planners: Sequence[Planner]) -> list[Named]:
@@ -171,27 +81,6 @@ def repeated_blocks(model: nn.Module, chosen: Sequence[Named]) -> Sequence[Named
             if classes[type(child)] > 1 and not isinstance(child, CONTAINERS)
         ]
     return outermost(found)
-
-
-def large_ends(model: nn.Module, chosen: Sequence[Named]) -> Sequence[Named]:
-    """Add embeddings and linear layers outside the chosen units that have at least `LARGE` of the median unit's
-    elements, and no parameter that stands in a second place as well."""
-    if not chosen:
-        return chosen
-    sizes = sorted(_numel(module) for _, module in chosen)
-    least = max(1, int(LARGE * sizes[len(sizes) // 2]))
-    inside = {id(module) for _, block in chosen for module in block.modules()}
-    shared = _shared_parameters(model)
-    large = modules_below(
-        model,
-        lambda fqn, module: (
-            isinstance(module, (nn.Embedding, nn.Linear))
-            and id(module) not in inside
-            and _numel(module) >= least
-            and not any(id(parameter) in shared for parameter in module.parameters())
-        ),
-    )
-    return [*chosen, *large]
 
 
 def assign_parameters(model: nn.Module, chosen: Sequence[Named], skipped: Collection[int] = ()) -> list[UnitPlan]:
@@ -277,17 +166,6 @@ def has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _shared_parameters(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that stand in more than one place."""
-    held = (parameter for module in model.modules() for parameter in module._parameters.values())
-    counts = Counter(id(parameter) for parameter in held if parameter is not None)
-    return {key for key, count in counts.items() if count > 1}
-
-
 # Groups ---------------------------------------------------------------------------------------------------------------
 
 
@@ -354,23 +232,35 @@ Materialiser = Callable[[nn.Module, Sequence[Planned], Engine], None]
 
 
 def cut(model: nn.Module, units: Sequence[Planned], engine: Engine) -> None:
-    """Shard units whose parameters have values already. Ranks that differ get rank 0's. Every rank must call this."""
-    for unit, plan in units:
-        agree_on_values([(fqn, parameter) for fqn, parameter, _ in plan.parameters], engine.mesh)
+    """Shard units whose parameters have values already, equal on every rank."""
+    for unit, _ in units:
         unit.shard_parameters(engine.mesh.device)
+
+
+Agree = Callable[[Sequence[Unit], Sequence[tuple[str, Tensor]], Sequence[object], Mesh], object]
+"""Raises on every rank if ranks laid out different units, have different buffers, or gave `shard` other settings. Every
+rank must call it."""
+Equalise = Callable[[Sequence[tuple[str, Tensor]], Mesh], object]
+"""Makes full tensors, local copies, equal on every rank, in place. Every rank must call it."""
 
 
 @dataclass
 class Seams:
     """What a call of `shard` adds to it. By default, nothing."""
 
-    planners: list[Planner] = field(default_factory=lambda: [repeated_blocks, large_ends])
+    planners: list[Planner] = field(default_factory=lambda: [repeated_blocks])
     ignored: Sequence[nn.Parameter] = ()
     """Parameters that are left alone, as sharded ones are."""
     reviews: list[Review] = field(default_factory=list)
     kinds: list[GroupKind] = field(default_factory=list)
     """Each takes its parameters from those that the ones before it left; the rest are in plain groups."""
+    agree: Agree = lambda units, buffers, settings, mesh: None
+    """Called before the first collective that depends on the model."""
     materialise: Materialiser = cut
+    equalise: Equalise = lambda named, mesh: None
+    """Called with the model's buffers."""
+    engine: type[Engine] = Engine
+    """The class of the model's engine."""
     settled: Collection[nn.Module] = ()
     """Modules whose buffers have the right dtype already."""
     arrange: Callable[[list[Unit], Mesh], list[Unit]] = lambda units, mesh: units
@@ -402,7 +292,6 @@ def shard(  # noqa: PLR0913, PLR0917 - the settings of an engine, and the seams
 
     Raises:
         MeshError: ranks, mesh and strategy do not fit together.
-        DifferentModelsError: ranks built different models, or gave different settings.
     """
     watch()
     seams = seams or Seams()
@@ -413,16 +302,16 @@ def shard(  # noqa: PLR0913, PLR0917 - the settings of an engine, and the seams
         review(model, plans)
     resharding = strategy.reshards_after_forward if resharding is None else resharding
     mesh = build_mesh(strategy, mesh, None if isinstance(resharding, bool) else resharding, None)
-    engine = Engine(mesh, strategy, precision or Precision(), slots, resharding, align)
+    engine = seams.engine(mesh, strategy, precision or Precision(), slots, resharding, align)
     units = _build_units(model, plans, engine, seams)
-    _prepare_buffers(model, engine, seams.settled)
+    _prepare_buffers(model, engine, seams)
     plain = [parameter for parameter in model.parameters() if not isinstance(parameter, ShardedParameter)]
     engine.install(seams.arrange(units, mesh), model, [*seams.ignored, *plain])  # the materialiser may replace some
     return engine
 
 
 def _build_units(model: nn.Module, plans: Sequence[UnitPlan], engine: Engine, seams: Seams) -> list[Unit]:
-    """Build a unit for each plan and shard it, after all ranks have agreed on the model and the engine's settings."""
+    """Build a unit for each plan and shard it."""
     mesh, precision, resharding = engine.mesh, engine.precision, engine.resharding
     originals = {fqn: parameter for plan in plans for fqn, parameter, _ in plan.parameters}
     kinds = (*seams.kinds, PlainGroups(precision))
@@ -435,7 +324,7 @@ def _build_units(model: nn.Module, plans: Sequence[UnitPlan], engine: Engine, se
         built[id(plan)] = Unit(plan.fqn, plan.modules, _groups(plan, engine, kinds), ancestors, settings)
     units = list(built.values())
     settings_of_all = (engine.strategy, precision, engine.slots, resharding, engine.align)
-    agree_on_layout(units, list(model.named_buffers()), settings_of_all, mesh)
+    seams.agree(units, list(model.named_buffers()), settings_of_all, mesh)
     with torch.no_grad(), torch.inference_mode(False):
         seams.materialise(model, list(zip(units, plans, strict=True)), engine)
     for group in (group for unit in units for group in unit.groups):
@@ -446,19 +335,19 @@ def _build_units(model: nn.Module, plans: Sequence[UnitPlan], engine: Engine, se
 
 @torch.no_grad()
 @torch.inference_mode(False)
-def _prepare_buffers(model: nn.Module, engine: Engine, settled: Collection[nn.Module]) -> None:
-    """Move buffers to the device, cast them if asked unless their module is `settled`, and broadcast rank 0's where
-    ranks differ. Every rank must call this."""
+def _prepare_buffers(model: nn.Module, engine: Engine, seams: Seams) -> None:
+    """Move buffers to the device, cast them if asked unless their module is settled, and make them equal on all ranks.
+    Every rank must call this."""
     mesh, name = engine.mesh, engine.precision.buffers
     dtype = None if name is None else getattr(torch, name)
     moved: dict[Tensor, Tensor] = {}  # a buffer in two places stays one
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer not in moved:
-                is_cast = dtype is not None and buffer.is_floating_point() and module not in settled
+                is_cast = dtype is not None and buffer.is_floating_point() and module not in seams.settled
                 cast = dtype if is_cast else buffer.dtype
                 moved[buffer] = buffer.to("meta" if buffer.is_meta else mesh.device, cast)
             if buffer is not None:
                 module._buffers[name] = moved[buffer]
     real = [(name, buffer) for name, buffer in model.named_buffers() if buffer.numel() and not buffer.is_meta]
-    agree_on_values(real, mesh)
+    seams.equalise(real, mesh)

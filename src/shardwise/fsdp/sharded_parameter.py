@@ -13,10 +13,8 @@ More operations and methods attach through `register_operations`, `wrap_operatio
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NoReturn, Protocol, Self
@@ -152,14 +150,8 @@ class Owner(Protocol):
     def version(self) -> int:
         """Grows whenever its weights are written, on every rank alike."""
 
-    def about_to_step(self) -> None:
-        """Called before an optimizer updates the shards. Raises UsageError if gradients still wait to be reduced."""
-
     def stepped(self) -> None:
         """Called after this rank's shards were written."""
-
-    def end_step(self) -> None:
-        """Called at the end of an optimizer's step that updates the shards."""
 
 
 def piece_in(flat: Tensor, sharded: ShardedParameter) -> Tensor:
@@ -198,12 +190,8 @@ class ShardedParameter(Tensor):
     unsharded: torch.nn.Parameter | None = None
     """The parameter that modules compute with while the unit is gathered, autograd's leaf; None as for `unit`."""
 
-    waiting: ShardedParameter | None = None
-    """The placeholder for its `.grad` while that waits to be reduced (`extensions/waiting.py`), made when it is first
-    needed."""
     _origin: ShardedParameter | None = None
     """The tensor that this is an alias of."""
-    _aliases: Sequence[weakref.ref[ShardedParameter]] = ()
 
     # No Python runs before the dispatcher: it would be a third of the cost.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -299,22 +287,6 @@ class ShardedParameter(Tensor):
         self._grad_hooks[handle.id] = hook
         return handle
 
-    def hook_own_gradient(self) -> None:
-        """From now on call `take_own_gradient`. Called by the engine."""
-        this = weakref.ref(self)  # the garbage collector cannot see through a tensor's hooks
-
-        def take(grad: Tensor) -> None:
-            sharded = this()
-            assert sharded is not None
-            sharded.take_own_gradient(grad)
-
-        super().register_hook(take)  # type: ignore[no-untyped-call]
-
-    def take_own_gradient(self, grad: Tensor) -> None:
-        """Called in backward with a gradient that autograd computed for the sharded parameter itself, not for the one
-        that modules compute with. Raises UsageError."""
-        refuse_penalty(self.fqn)
-
     def take_grad_hooks(self, parameter: torch.nn.Parameter) -> None:
         """Take over the post-accumulate hooks of `parameter`; their handles still work."""
         hooks: Any = parameter._post_accumulate_grad_hooks
@@ -348,44 +320,11 @@ class ShardedParameter(Tensor):
         """Return an alias of the same piece, as `detach()` and `.data` do."""
         with torch.inference_mode(False):  # torch gives it the version of this one
             alias = self._alias()
-        origin = alias._origin = self if self._origin is None else self._origin
-        origin._aliases = [*(held for held in origin._aliases if held() is not None), weakref.ref(alias)]
+        alias._origin = self if self._origin is None else self._origin
         return alias
 
     def _alias(self) -> Self:
         return type(self)(self.local, self.placement)
-
-    def keep_copy(self) -> None:
-        """Stop being an alias: keep a copy of what is in the memory now."""
-        self.local, self._origin = self.local.clone(), None
-
-    @property
-    def data(self) -> Tensor:
-        """The same piece without autograd, as for any tensor."""
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        """Copies `value`: the piece stays where the engine put it. Other dtypes, devices and cuts are refused.
-
-        Torch would take the memory of `value` and leave the old memory to tensors that `.data` or `detach()` returned
-        before; here those get a copy of what was in it.
-        """
-        if value is self:
-            return
-        if value.dtype != self.stored_dtype or value.device != self.stored_device:
-            raise UsageError(
-                f"cannot convert {self.fqn!r} from {self.stored_dtype} on {self.stored_device} to {value.dtype} on "
-                f"{value.device}: its memory belongs to its unit. Convert the model before sw.shard, or pass "
-                "sw.shard(precision=...)"
-            )
-        with torch.no_grad():
-            for held in self._aliases:
-                alias = held()
-                if alias is not None:
-                    alias.keep_copy()
-            self._aliases = []
-            self.copy_(value)
 
     def __repr__(self) -> str:  # type: ignore[override]
         piece = self.fragment
@@ -537,46 +476,8 @@ class GradientShard:
     def end_backward(self) -> None:
         """End a backward: the next sum is of another one. The current stream must be ordered after the last sum."""
         self._awaits_first_sum = True
-        self.leave()
-
-    def leave(self) -> None:
-        """Let one that is not resident leave memory. Called after a sum, when the current stream is behind that."""
 
     def _references(self) -> list[int]:
         """Return how often Python refers to each gradient and its piece."""
         count = sys.getrefcount
         return [count(own) + count(own.local) for own in self.by_parameter]
-
-
-# Losses that compute with parameters ----------------------------------------------------------------------------------
-
-# A loss may compute with a parameter outside its model's forward, a norm as a penalty. Its gradient would need each
-# rank's coefficient or the whole parameter, so it is refused.
-
-_in_hooks: list[None] = []
-"""Not empty while gradients are handed out."""
-
-
-@contextmanager
-def hooks_run() -> Iterator[None]:
-    """Inside, users' hooks and optimizers' steps run on gradients that are reduced already: on pieces."""
-    _in_hooks.append(None)
-    try:
-        yield
-    finally:
-        _in_hooks.pop()
-
-
-def are_in_backward() -> bool:
-    """Whether a backward formula of autograd is running: a backward is under way that records nothing, and no hooks run
-    (`hooks_run`)."""
-    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not _in_hooks
-
-
-def refuse_penalty(fqn: str) -> NoReturn:
-    """Raise the UsageError for a loss that computes with a sharded parameter outside the model's forward."""
-    raise UsageError(
-        f"the loss computes with the sharded parameter {fqn!r} outside the model's forward, as a penalty on its norm "
-        "does: use the optimizer's weight_decay, compute the term in the model's forward, or call "
-        "sw.unshard(model) before the loss is computed"
-    )

@@ -34,10 +34,6 @@ class SizeClass(Generic[T]):
     slot_bytes: int
     slot_count: int
 
-    @property
-    def total_bytes(self) -> int:
-        return self.slot_bytes * self.slot_count
-
 
 def size_classes(sizes: Sequence[tuple[T, int]], slots: Callable[[Sequence[T]], int]) -> list[SizeClass[T]]:
     """Group (unit, bytes) pairs, given in forward order, into size classes.
@@ -155,10 +151,6 @@ class Arena(Generic[T]):
             for position, unit in enumerate(size_class.members):
                 first = position % len(slots)
                 self._choices[id(unit)] = slots[first:] + slots[:first]
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(slot.buffer.bytes.numel() for slot in self.slots)
 
     def choices(self, unit: T) -> tuple[Slot[T], ...]:
         """Return the slots that may hold `unit`, the preferred one first; depends on the unit alone."""

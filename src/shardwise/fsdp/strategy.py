@@ -9,23 +9,12 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import overload
 
-from shardwise.errors import ConfigError, PlanError
+from shardwise.errors import ConfigError
 
 # Strategies -----------------------------------------------------------------------------------------------------------
 
 LEAST_SLOTS = 2
 """Fewest arena slots per size class: one unit computes while the next one is gathered."""
-
-
-OTHER_NAMES = {
-    "ddp": "no_shard",
-    "zero1": "shard_optimizer",
-    "zero2": "shard_grad_op",
-    "zero3": "full_shard",
-    "fsdp": "full_shard",
-    "hsdp": "hybrid_shard",
-}
-"""The field's names of strategies. They are taken wherever ours are; results and files show ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +28,7 @@ class _Traits:
 class Strategy(enum.Enum):
     """How model state is spread over the ranks (ZeRO stages: arXiv:1910.02054; hybrid: arXiv:2304.11277).
 
-    The value is the lower-case name used in configurations. The field's names in `OTHER_NAMES` are taken too. Each
-    member's traits tell the engine what to do.
+    The value is the lower-case name used in configurations. Each member's traits tell the engine what to do.
     """
 
     NO_SHARD = "no_shard"
@@ -77,23 +65,6 @@ class Strategy(enum.Enum):
         """Whether every unit has a full-size gradient buffer of its own."""
         return _TRAITS[self].has_full_gradients
 
-    @classmethod
-    def parse(cls, value: Strategy | str) -> Strategy:
-        """Return a member given as itself, by its lower-case name or by one of `OTHER_NAMES`. Raises ConfigError that
-        names the nearest."""
-        if isinstance(value, cls):
-            return value
-        names = {member.value: member for member in cls}
-        every = names | {other: names[name] for other, name in OTHER_NAMES.items()}
-        if isinstance(value, str) and value in every:
-            return every[value]
-        near = difflib.get_close_matches(str(value).lower(), every, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(
-            f"unknown strategy {value!r}; {hint}must be one of {', '.join(names)}, or another name for one of them: "
-            f"{', '.join(f'{other} ({name})' for other, name in OTHER_NAMES.items())}"
-        )
-
 
 _TRAITS = {
     # sharded, replicated, reshards_after_forward, has_full_gradients
@@ -111,7 +82,6 @@ SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float6
 """Short names of dtypes, by torch's names."""
 FEW_BITS = ("nf4", "int8")
 """Block formats that frozen weights can be kept in."""
-_STORED = "stored"
 _ALIASES = {"half": "float16"} | {alias: name for name, short in SHORT_NAMES.items() for alias in (name, short)}
 
 
@@ -159,35 +129,6 @@ class Precision:
             if field.name not in {"cast_inputs", "frozen", "keep"}:
                 object.__setattr__(self, field.name, dtype_name(getattr(self, field.name), f"precision.{field.name}"))
 
-    @classmethod
-    def of(cls, words: str) -> Precision:
-        """Return the precision that has this common name.
-
-        Args:
-            words: "bf16" or "fp16" (compute in it; gradients, masters and optimizer state in fp32), "fp32", "bf16-true"
-                (bf16 throughout), or param/reduce/master such as "bf16/bf16/fp32", where "stored" is each parameter's
-                own.
-
-        Raises:
-            PlanError: not one or three parts. ConfigError: an unknown dtype.
-        """
-        if words == "bf16-true":
-            return cls(param="bf16", reduce="bf16", master="bf16")
-        parts = words.split("/")
-        if len(parts) == 1:
-            return cls(param=words, reduce="fp32", master="fp32")
-        if len(parts) != 3:
-            raise PlanError(
-                f"precision={words!r}: must be one of bf16, fp16, fp32, bf16-true, or have the form param/reduce/master"
-            )
-        param, reduce, master = (None if part == _STORED else part for part in parts)
-        return cls(param, reduce, master)
-
-    @property
-    def words(self) -> str:
-        """Its first three dtypes as `of` takes them."""
-        return "/".join(short_dtype_name(dtype) or _STORED for dtype in (self.param, self.reduce, self.master))
-
     def keeps(self, name: str) -> bool:
         """Whether `keep` names this parameter, so that it is computed with in the dtype of its master."""
         return any(fnmatchcase(name, pattern) for pattern in self.keep)
@@ -207,9 +148,3 @@ def dtype_name(value: object, where: str) -> str | None:
     near = difflib.get_close_matches(text, _ALIASES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"{where} = {value!r}: must be one of the dtypes fp32, bf16, fp16, fp64{hint}")
-
-
-def short_dtype_name(dtype: object) -> str | None:
-    """Return the short name ("bf16", "fp8") of a torch dtype or its name; None for others, such as integers."""
-    name = str(dtype).removeprefix("torch.")
-    return "fp8" if name.startswith("float8_") else SHORT_NAMES.get(name)

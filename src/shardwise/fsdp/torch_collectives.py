@@ -6,35 +6,30 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import accelerators
-from shardwise.fsdp.buffers import (
-    PrivateBuffers,
-    check_reductions,
-    deliver,
-    finishing_op,
-    received_parts,
-    sent_parts,
-    slice_of,
-)
 from shardwise.fsdp.collectives import (
     FINISHED,
-    AllToAllPart,
     Buffer,
     BufferKind,
     ChainedWork,
     Collectives,
     Combine,
     FlatSpan,
+    PrivateBuffers,
     Reduction,
     Work,
+    check_reductions,
+    deliver,
+    finishing_op,
+    slice_of,
 )
-from shardwise.registry import registered
+from shardwise.registry import first_answer
 
 # On CPUs --------------------------------------------------------------------------------------------------------------
 
@@ -49,45 +44,6 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _SUMMED = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 
-class Channel(Protocol):
-    """Exchanges messages between the ranks of a group. The methods are those of `Collectives`."""
-
-    def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
-        """See `Collectives.exchange`."""
-
-    def abandon(self, reason: str = "") -> None:
-        """See `Collectives.abandon`."""
-
-    def close(self) -> None:
-        """See `Collectives.close`."""
-
-
-MakeChannel = Callable[[dist.ProcessGroup, dict[int, str]], Channel]
-"""Makes a channel from a group and the labels in words. Every rank of the group calls it."""
-CHANNEL = "channel"
-"""Seam: the `MakeChannel` for groups that are given none."""
-
-
-class GroupChannel:
-    """A channel through the group's own collectives. A rank that raises tells nobody: its peers wait for the group's
-    timeout."""
-
-    def __init__(self, group: dist.ProcessGroup, labels: dict[int, str]) -> None:
-        self._group = group
-
-    def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
-        """Return all ranks' messages combined in rank order. On a device it waits for the collectives before it."""
-        messages = [b""] * self._group.size()
-        dist.all_gather_object(messages, message, group=self._group)
-        return functools.reduce(combine, messages)
-
-    def abandon(self, reason: str = "") -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing: the group is its owner's."""
-
-
 class TorchCollectives(PrivateBuffers):
     """Collectives of ranks whose process group supports CPU tensors."""
 
@@ -98,26 +54,21 @@ class TorchCollectives(PrivateBuffers):
         group: dist.ProcessGroup,
         device: torch.device | str = "cpu",
         poison: bool | None = None,
-        channel: MakeChannel | None = None,
     ) -> None:
-        """Every rank of the group must call this.
-
+        """
         Args:
             group: the ranks' process group; it must have a backend for the device.
             device: this rank's device.
             poison: fill released buffers with 0xFF bytes; None: as the environment says.
-            channel: makes the channel for `exchange`; None: the one that is attached, else the group itself.
         """
         super().__init__(group.rank(), group.size(), device, poison)
         self.process_group = group
         self._group = group
-        make = channel or next(iter(registered(CHANNEL)), GroupChannel)
-        self._channel: Channel = make(group, self.labels)
 
     def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
         """Gather each span in place."""
         wholes = [buffer.bytes[span.start :][: span.shard_bytes * self.world_size] for span in spans]
-        return _Begun(
+        return Begun(
             [
                 all_gather_single(whole, slice_of(whole, self.rank, self.world_size), group=self._group, async_op=True)
                 for whole in wholes
@@ -134,7 +85,7 @@ class TorchCollectives(PrivateBuffers):
             reduce_scatter_single(summed, term, group=self._group, async_op=True)
             for summed, term in zip(sums, terms, strict=True)
         ]
-        return _Begun(works, partial(self._deliver, reductions, sums))
+        return Begun(works, partial(self._deliver, reductions, sums))
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
@@ -144,14 +95,7 @@ class TorchCollectives(PrivateBuffers):
         flat = real(tensor.detach()).view(-1)
         moving = _widened(flat)
         work = dist.all_reduce(moving, OPS[op], group=self._group, async_op=True)
-        return _Begun([work], None if moving is flat else partial(flat.copy_, moving))
-
-    @torch.no_grad()
-    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
-        """Exchange the parts."""
-        sent, received = self.sizes(parts)
-        outgoing = buffer.bytes[: sum(sent)]
-        return _Begun([dist.all_to_all_single(into, outgoing, received, sent, group=self._group, async_op=True)])
+        return Begun([work], None if moving is flat else partial(flat.copy_, moving))
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:
@@ -163,32 +107,18 @@ class TorchCollectives(PrivateBuffers):
         dist.barrier(self._group)
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
-        """Exchange through the channel."""
-        return self._channel.exchange(message, combine, label)
-
-    def abandon(self, reason: str = "") -> None:
-        """Tell peers through the channel."""
-        self._channel.abandon(reason)
-
-    def close(self) -> None:
-        """Close the channel."""
-        self._channel.close()
-
-    def sizes(self, parts: tuple[AllToAllPart, ...]) -> tuple[list[int], list[int]]:
-        """Return the bytes that this rank sends to each rank and receives from each, in rank order."""
-        sent, received = [0] * self.world_size, [0] * self.world_size
-        for part, _ in sent_parts(parts, self.rank):
-            sent[part.target] = part.nbytes
-        for part, _ in received_parts(parts, self.rank):
-            received[part.source] = part.nbytes
-        return sent, received
+        """Exchange through the group. On a device it waits for the collectives before it. A rank that raises tells
+        nobody: its peers wait for the group's timeout."""
+        messages = [b""] * self.world_size
+        dist.all_gather_object(messages, message, group=self._group)
+        return functools.reduce(combine, messages)
 
     def _deliver(self, reductions: Sequence[Reduction], sums: Sequence[Tensor]) -> None:
         for r, summed in zip(reductions, sums, strict=True):
             deliver(torch.view_as_complex(summed.view(-1, 2)) if r.flat.is_complex() else summed, r, self._factors)
 
 
-class _Begun:
+class Begun:
     """Work of torch.distributed that has begun, and what remains to be done on this rank when it is complete."""
 
     def __init__(self, works: Sequence[dist.Work], finish: Callable[[], object] | None = None) -> None:
@@ -197,6 +127,7 @@ class _Begun:
 
     @torch.no_grad()
     def wait(self) -> None:
+        """See `Work.wait`."""
         for work in self._works:
             work.wait()
         finish, self._works, self._finish = self._finish, (), None
@@ -246,23 +177,12 @@ class StreamCollectives(TorchCollectives):
 
     name = "streams"
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        separate_reductions: bool = False,
-        poison: bool | None = None,
-        channel: MakeChannel | None = None,
-    ) -> None:
-        """As that of `TorchCollectives`. `separate_reductions`: use a second communicator for reductions, so that they
-        and gathers do not queue behind one another. It costs memory for the communicator's buffers a second time."""
-        super().__init__(group, device, poison, channel)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, poison: bool | None = None) -> None:
+        """As that of `TorchCollectives`."""
+        super().__init__(group, device, poison)
         self.on_streams = True
         self._reduce_group = group
-        if separate_reductions:
-            ranks = dist.get_process_group_ranks(group)
-            backend = dist.get_backend(group)
-            self._reduce_group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        """The group whose communicator reductions use."""
         self._averages = any(name in dist.get_backend(group) for name in _AVERAGING)
         self._slice_stream = accelerators.new_stream(device)
         self._gather_stream = accelerators.new_stream(device)
@@ -373,26 +293,18 @@ class StreamCollectives(TorchCollectives):
         return _OnStream(self._reduce_stream, keep=(tensor, after))
 
     @torch.no_grad()
-    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
-        """Exchange the parts on the reduce stream, in one launch."""
-        sent, received = self.sizes(parts)
+    def reducing(self, buffer: Buffer, keep: object, launch: Callable[[dist.ProcessGroup], object]) -> Work:
+        """Call `launch` with the group for reductions, on their stream; what it launches uses the buffer. `keep`: holds
+        memory that it uses as well."""
         with self._on(self._reduce_stream):
-            outgoing = buffer.bytes[: sum(sent)]
-            dist.all_to_all_single(into, outgoing, received, sent, group=self._reduce_group)
-        work = _OnStream(self._reduce_stream, keep=(buffer, into))
+            launch(self._reduce_group)
+        work = _OnStream(self._reduce_stream, keep=keep)
         self._free[buffer.index] = work.event
         return work
 
     def barrier(self) -> None:
         """Wait on the host until every rank has called this."""
         dist.barrier(self._group, device_ids=[self.device.index or 0])
-
-    def close(self) -> None:
-        """Close the channel and the second communicator, if there is one."""
-        super().close()
-        if self._reduce_group is not self._group:
-            dist.destroy_process_group(self._reduce_group)
-            self._reduce_group = self._group
 
     def _current(self) -> torch.Stream:
         return accelerators.current_stream(self.device)
@@ -472,11 +384,6 @@ class DryCollectives(PrivateBuffers):
         """Leave the tensor as it is."""
         return after
 
-    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
-        """Fill `into` with zeros."""
-        into.zero_()
-        return FINISHED
-
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Leave the tensor as it is."""
 
@@ -508,10 +415,9 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device | str)
     device = torch.device(device)
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
-    for choose in registered(SEAM):
-        found: Collectives | None = choose(group, device)
-        if found is not None:
-            return found
+    attached: Collectives | None = first_answer(SEAM, group, device)
+    if attached is not None:
+        return attached
     if group is None:
         return DryCollectives(0, 1, device)
     if group.size() == 1 or dist.get_backend(group) == "fake":

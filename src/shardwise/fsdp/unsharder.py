@@ -15,34 +15,26 @@ import warnings
 from collections.abc import Sequence
 
 from shardwise.errors import ConfigError
-from shardwise.fsdp.collective_log import CollectiveLog
 from shardwise.fsdp.collectives import BufferKind
-from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.mesh import Agreement, Mesh
 from shardwise.fsdp.parameter_group import ParameterState, Slices
 from shardwise.fsdp.schedule import Phase, Schedule
 from shardwise.fsdp.slots import Arena, Slot, size_classes
 from shardwise.fsdp.unit import Unit
-from shardwise.registry import registered
 
 _NOT_PREFETCHED = 2
 """Slots left to the unit that computes and to the one before it, whose kernels may still be reading. Prefetching looks
 so many events further, since as many of the nearest may be of units that are unsharded already."""
 
 
-SEAM = "unsharder"
+UNSHARDER = "unsharder"
 """Functions that are asked first for the class of a mesh's `Unsharder`: (mesh) -> type[Unsharder] | None."""
-
-
-def unsharder_for(mesh: Mesh) -> type[Unsharder]:
-    """Return the class whose object gathers units over the mesh."""
-    found: list[type[Unsharder]] = [kind for choose in registered(SEAM) if (kind := choose(mesh)) is not None]
-    return found[0] if found else Unsharder
 
 
 class Unsharder:
     """The gather slots of one engine's units. Everything here happens in graph order, alike on every rank."""
 
-    def __init__(self, mesh: Mesh, log: CollectiveLog, schedule: Schedule, slots: int) -> None:
+    def __init__(self, mesh: Mesh, log: Agreement, schedule: Schedule, slots: int) -> None:
         self._mesh = mesh
         self._log = log
         self._schedule = schedule
@@ -53,7 +45,7 @@ class Unsharder:
         self.retired_slots = 0
         """Number of storages left to holders of views when their unit was resharded."""
         self.own_slots: dict[Unit, Slot[Unit]] = {}
-        """Slots of one unit alone, in which it lies while it is held (`UnitCalls.is_held`)."""
+        """Slots of one unit alone, in which it lies while it is held (`Unit.is_held`)."""
 
     @property
     def all_slots(self) -> list[Slot[Unit]]:
@@ -99,7 +91,7 @@ class Unsharder:
         if parameters.state is ParameterState.UNSHARDED and not parameters.is_fresh:
             self.reshard(unit)  # an optimizer has written the shard since: the slot holds old weights
         if parameters.state is ParameterState.SHARDED:
-            own = self.own_slots.get(unit) if unit.calls.is_held else None
+            own = self.own_slots.get(unit) if unit.is_held else None
             self._start(unit, own or self._free_slot(self._arena_of(unit, again), unit))
             parameters.wait_for_unshard()
 
@@ -153,7 +145,7 @@ class Unsharder:
         # Both lists are in the order of `choices`, so every rank evicts the same unit.
         held = [(slot, slot.holder) for slot in choices if slot.holder is not None]
         evictable = [pair for pair in held if pair[1].parameters.state is not ParameterState.IN_USE]
-        evictable += [pair for pair in held if not pair[1].calls.in_forward]
+        evictable += [pair for pair in held if not pair[1].in_forward]
         if evictable:
             slot, holder = evictable[0]
             self.reshard(holder)

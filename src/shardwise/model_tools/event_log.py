@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.lookup import engines_below
 from shardwise.fsdp.collectives import FINISHED, Collectives, Work
-from shardwise.fsdp.engine import Backward, Engine
+from shardwise.fsdp.engine import Backward
 from shardwise.fsdp.saved_tensors import Place
 from shardwise.fsdp.schedule import Call
 from shardwise.fsdp.unit import Unit
@@ -118,7 +119,7 @@ def _all(name: str, world_size: int) -> Callable[[tuple[Any, ...], dict[str, Any
     return lambda args, kwargs: (name, tuple(range(world_size)))
 
 
-def _attach(engine: Engine, log: EventLog, stack: ExitStack) -> None:
+def _attach(engine: CheckedEngine, log: EventLog, stack: ExitStack) -> None:
     """Attach to the engine's seams: its hooks, its reducer and its collectives."""
     phases = _Phases(engine, log)
     hooked: list[tuple[list[Any], Any]] = [
@@ -207,7 +208,7 @@ def _unwatched(argument: Any) -> Any:
 class _Phases:
     """Records when units compute."""
 
-    def __init__(self, engine: Engine, log: EventLog) -> None:
+    def __init__(self, engine: CheckedEngine, log: EventLog) -> None:
         self._engine = engine
         self._log = log
         self._forwards: list[tuple[str, Unit, int]] = []

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shardwise import accelerators
+from shardwise.comm.collective_log import CollectiveLog, SyncPoint
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.extensions.any_units import any_units_of
 from shardwise.engine.lookup import engines_of
 from shardwise.errors import UsageError
-from shardwise.fsdp.collective_log import CollectiveLog, SyncPoint
-from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.gradients import Key
 from shardwise.fsdp.unit import Unit
 
@@ -166,12 +166,12 @@ def _sent(value: Any) -> Any:
     return _OnDevice(value) if isinstance(value, Tensor) and value.device != accelerators.CPU else value
 
 
-def _received(engine: Engine, value: Any) -> Any:
+def _received(engine: CheckedEngine, value: Any) -> Any:
     return value.tensor.to(engine.mesh.device) if isinstance(value, _OnDevice) else value
 
 
 @contextmanager
-def _left_out(engines: Iterable[Engine]) -> Iterator[None]:
+def _left_out(engines: Iterable[CheckedEngine]) -> Iterator[None]:
     """Within the block, leave out this rank's gradients of the engines' models: they count as zeros."""
     before = [(engine, engine.collect) for engine in engines]
     try:
@@ -183,5 +183,5 @@ def _left_out(engines: Iterable[Engine]) -> Iterator[None]:
             engine.collect = collect
 
 
-def _leave_out(engine: Engine, unit: Unit, key: Key, grad: Tensor) -> None:
+def _leave_out(engine: CheckedEngine, unit: Unit, key: Key, grad: Tensor) -> None:
     engine.reducer.collectives.advance()

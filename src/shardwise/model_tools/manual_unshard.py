@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from shardwise.comm.collective_log import SyncPoint
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.extensions.manual_unshard import manual_unshard
+from shardwise.engine.extensions.written_parameters import written_parameters
 from shardwise.engine.lookup import engine_of, engines_of, units_at
 from shardwise.errors import UsageError
-from shardwise.fsdp.collective_log import SyncPoint
-from shardwise.fsdp.engine import Backward, Engine
+from shardwise.fsdp.engine import Backward
 from shardwise.fsdp.unit import Unit
 
 
@@ -52,7 +54,7 @@ def reshard(module: nn.Module) -> None:
     for engine, units in _units_at(module, "sw.reshard").items():
         if engine.forwards.are_over:
             engine.clear_up()
-        written = _give_back(engine, [unit for unit in units if not unit.calls.in_forward])
+        written = _give_back(engine, [unit for unit in units if not unit.in_forward])
         if written is not None:
             raise UsageError(
                 f"parameter {written!r} was written in place while it was unsharded, in a gathered copy, so the write "
@@ -60,7 +62,7 @@ def reshard(module: nn.Module) -> None:
             )
 
 
-def _hold(engine: Engine, units: Sequence[Unit]) -> None:
+def _hold(engine: CheckedEngine, units: Sequence[Unit]) -> None:
     if engine.forwards.are_over:
         engine.clear_up()
         engine.unsharder.begin(engine.units)
@@ -74,18 +76,18 @@ def _hold(engine: Engine, units: Sequence[Unit]) -> None:
             engine.log.agree(SyncPoint.UNSHARD)
 
 
-def _give_back(engine: Engine, units: Sequence[Unit]) -> str | None:
+def _give_back(engine: CheckedEngine, units: Sequence[Unit]) -> str | None:
     """Reshard the units. Returns the name of a parameter that was written while unsharded, if the write is lost."""
-    written = [engine.written_in_place(unit) for unit in units if unit.calls.is_held]
+    written = [written_parameters(engine).written(unit) for unit in units if unit.is_held]
     manual_unshard(engine).let_go(units)
     for unit in units:
         engine.unsharder.reshard(unit)
     return next((fqn for fqn in written if fqn is not None), None)
 
 
-def _units_at(module: nn.Module, what: str) -> dict[Engine, list[Unit]]:
+def _units_at(module: nn.Module, what: str) -> dict[CheckedEngine, list[Unit]]:
     """Return the units with a parameter at or below the module, by engine; none if it has no parameters."""
-    found: dict[Engine, list[Unit]] = {}
+    found: dict[CheckedEngine, list[Unit]] = {}
     if next(module.parameters(), None) is None and engine_of(module) is None:
         return found
     for engine in engines_of(module):

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise import accelerators, device_tools
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.extensions.custom_reduction import partial_bytes
 from shardwise.engine.extensions.offloaded import gradient_stores, shard_stores
 from shardwise.engine.extensions.secondary_shards import secondary_pieces
 from shardwise.engine.lookup import require_engine
 from shardwise.engine.setup.torch_patches import with_state
-from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.sharded_parameter import ShardedParameter, sharded_of
 from shardwise.model_tools.activation_checkpointing import input_copies
 from shardwise.offload.offloaded_state import OffloadedState
@@ -98,7 +98,7 @@ def replicated(model: nn.Module) -> dict[str, int]:
     }
 
 
-def _known(engine: Engine, model: nn.Module, state_bytes: int) -> dict[str, int]:
+def _known(engine: CheckedEngine, model: nn.Module, state_bytes: int) -> dict[str, int]:
     groups = [group for unit in engine.units for group in unit.groups]
     whole = [p for p in model.parameters() if not isinstance(p, ShardedParameter) and sharded_of(p) is None]
     whole_gradients = [parameter.grad for parameter in whole if parameter.grad is not None]
@@ -109,13 +109,15 @@ def _known(engine: Engine, model: nn.Module, state_bytes: int) -> dict[str, int]
         "gathered_slots": sum(slot.buffer.bytes.numel() for slot in engine.unsharder.all_slots),
         "grad_shards": _held_bytes(group.gradients.flat for group in groups if group.gradients.flat is not None)
         + sum(store.ring_bytes for store in gradient_stores(engine)),
-        "reduce_slots": engine.reducer.slots.total_bytes + sum(map(partial_bytes, engine.units)),
+        "reduce_slots": sum(slot.buffer.bytes.numel() for slot in engine.reducer.slots.all)
+        + sum(map(partial_bytes, engine.units)),
         "optimizer": state_bytes,
         "buffers": _held_bytes(model.buffers()),
         "temporaries": engine.reducer.scratch_bytes
-        + sum(group.scratch_bytes for group in engine.mesh.groups)
+        + sum(getattr(group, "scratch_bytes", 0) for group in engine.mesh.groups)
         + sum(getattr(optimizer, "exchange_bytes", 0) for optimizer in _optimizers(engine)),
-        "other": sum(group.placeholder_bytes for group in groups) + _held_bytes([*whole, *whole_gradients]),
+        "other": sum(group.dtypes.compute.itemsize * len(group.leaves) for group in groups)
+        + _held_bytes([*whole, *whole_gradients]),
     }
 
 
@@ -127,7 +129,7 @@ class _StateBytes(NamedTuple):
     """In host memory beside an accelerator."""
 
 
-def _optimizer_bytes(engine: Engine) -> _StateBytes:
+def _optimizer_bytes(engine: CheckedEngine) -> _StateBytes:
     rings = sum(store.ring_bytes for store in _state_stores(engine))
     state = list(_optimizer_state(engine))
     if of_owner(engine.root).host_step is None:
@@ -136,7 +138,7 @@ def _optimizer_bytes(engine: Engine) -> _StateBytes:
     return _StateBytes(_held_bytes(state) - on_host, on_host + rings)  # loaded state is on the device until a step
 
 
-def _tiers(engine: Engine) -> dict[str, list[Tier]]:
+def _tiers(engine: CheckedEngine) -> dict[str, list[Tier]]:
     """Return the tiers of the engine's stores by the kind of what is offloaded there."""
     return {
         "param_shards": [store.tier for store in shard_stores(engine)],
@@ -145,7 +147,7 @@ def _tiers(engine: Engine) -> dict[str, list[Tier]]:
     }
 
 
-def _host_bytes(engine: Engine, tiers: Mapping[str, Sequence[Tier]], state_bytes: int) -> dict[str, int]:
+def _host_bytes(engine: CheckedEngine, tiers: Mapping[str, Sequence[Tier]], state_bytes: int) -> dict[str, int]:
     """Return the bytes on the host beside an accelerator, by kind."""
     host = {kind: sum(tier.host_bytes for tier in of_kind) for kind, of_kind in tiers.items()}
     host["optimizer"] += state_bytes
@@ -159,11 +161,11 @@ def _nonzero(by_kind: Mapping[str, int]) -> dict[str, int]:
     return {kind: nbytes for kind, nbytes in by_kind.items() if nbytes}
 
 
-def _state_stores(engine: Engine) -> set[StateStore]:
+def _state_stores(engine: CheckedEngine) -> set[StateStore]:
     return {store for store in (of_owner(unit).states for unit in engine.units) if store is not None}
 
 
-def _optimizers(engine: Engine) -> Iterator[Optimizer]:
+def _optimizers(engine: CheckedEngine) -> Iterator[Optimizer]:
     """Yield the optimizers that have stepped, or loaded state for, any unit of the engine."""
     units = set(engine.units)
     for optimizer in with_state:
@@ -172,7 +174,7 @@ def _optimizers(engine: Engine) -> Iterator[Optimizer]:
             yield optimizer
 
 
-def _optimizer_state(engine: Engine) -> Iterator[Tensor]:
+def _optimizer_state(engine: CheckedEngine) -> Iterator[Tensor]:
     """Yield each state tensor once: an optimizer that wraps another shares its state."""
     states = {id(state): state for optimizer in _optimizers(engine) for state in optimizer.state.values()}
     for state in states.values():

@@ -14,10 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.extensions.custom_reduction import change_settings, settings_of
 from shardwise.engine.lookup import engines_of, units_at
 from shardwise.errors import UsageError
-from shardwise.fsdp.engine import Backward, Engine
+from shardwise.fsdp.engine import Backward
 from shardwise.fsdp.unit import Unit
 
 
@@ -88,7 +89,7 @@ def reduce_waiting(module: nn.Module) -> None:
         torch.autograd.backward(end)
 
 
-def _begin_backward(engine: Engine, grad: Tensor) -> None:
+def _begin_backward(engine: CheckedEngine, grad: Tensor) -> None:
     engine.begin_backward()
 
 
@@ -115,7 +116,7 @@ def hook_gradients(module: nn.Module, hook: Callable[[Tensor], None] | None, rec
         change_settings(engine, unit, hook=hook)
 
 
-def _units(module: nn.Module, recurse: bool) -> Sequence[tuple[Engine, Unit]]:
+def _units(module: nn.Module, recurse: bool) -> Sequence[tuple[CheckedEngine, Unit]]:
     found = []
     for engine in engines_of(module):
         if engine.backward is Backward.RUNNING:

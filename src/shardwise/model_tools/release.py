@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.extensions.custom_reduction import forget_dropped
 from shardwise.engine.extensions.offloaded import gradient_stores, shard_stores
 from shardwise.engine.lookup import engines_of, units_at
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
-from shardwise.fsdp.engine import Engine
 from shardwise.sharded.extensions.unit_gather import forget
 
 
@@ -66,7 +66,7 @@ def reshard_after_forward(module: nn.Module, wanted: bool, recurse: bool = True)
             engine.unsharder.allocate(engine.units)
 
 
-def _between_steps(model: nn.Module, what: str) -> list[Engine]:
+def _between_steps(model: nn.Module, what: str) -> list[CheckedEngine]:
     engines = engines_of(model)
     if any(engine.is_suspended or not give_up_interrupted(engine) for engine in engines):
         raise UsageError(f"{what} inside a forward, a backward or sw.unsharded of the same model: leave that first")

@@ -12,11 +12,11 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
-from shardwise.fsdp.engine import Engine
-from shardwise.fsdp.modules import Site, foreign_parameter
+from shardwise.fsdp.parameter_group import Site, foreign_parameter
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 
 
@@ -46,7 +46,7 @@ def unsharded(model: nn.Module, writeback: bool = False, rank0_only: bool = Fals
 
 
 @contextmanager
-def _opened(engine: Engine, within: set[int], writeback: bool, on_cpu: bool | None) -> Iterator[None]:
+def _opened(engine: CheckedEngine, within: set[int], writeback: bool, on_cpu: bool | None) -> Iterator[None]:
     """Do as `unsharded` for those parameters of one engine that a module in `within` holds; `within` has module ids.
 
     `on_cpu`: None if this rank gets no full parameters and only takes part in the gathers.
@@ -71,7 +71,7 @@ def _opened(engine: Engine, within: set[int], writeback: bool, on_cpu: bool | No
                 sharded.write(sharded.placement.piece(copied.detach()))
 
 
-def _standing(engine: Engine, within: set[int]) -> list[tuple[ShardedParameter, Sequence[Site]]]:
+def _standing(engine: CheckedEngine, within: set[int]) -> list[tuple[ShardedParameter, Sequence[Site]]]:
     """Return the engine's parameters that some of these modules hold, each with every place that holds it."""
     found: list[tuple[ShardedParameter, Sequence[Site]]] = []
     for group in (group for unit in engine.units for group in unit.groups):

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.extensions.backward_steps import attach as attach_steps
 from shardwise.engine.extensions.backward_steps import serves
 from shardwise.engine.extensions.custom_reduction import settings_of
@@ -17,9 +18,8 @@ from shardwise.engine.extensions.offloaded import OffloadedGradient, stores_of_g
 from shardwise.engine.lookup import engines_below
 from shardwise.engine.setup.torch_patches import with_state
 from shardwise.errors import UsageError
-from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.operations import updates_nothing
 from shardwise.fsdp.sharded_parameter import ShardedParameter
-from shardwise.fsdp.step_hooks import updates_nothing
 from shardwise.fsdp.unit import Unit
 from shardwise.offload.shard_store import ShardStore
 from shardwise.offload.stores import attach, of_owner
@@ -107,7 +107,7 @@ def _keep_here(units: Iterable[Unit]) -> bool:
     return bool(stores)
 
 
-def _check_parameters(engines: list[Engine], optimizer: Optimizer) -> None:
+def _check_parameters(engines: list[CheckedEngine], optimizer: Optimizer) -> None:
     units = {unit for engine in engines for unit in engine.units}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -128,7 +128,7 @@ def _nothing_left(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     """Step pre-hook: let `optimizer.step()` run on a view without parameters, because backward has taken the step."""
     for unit in by_owner(optimizer):
         engine = getattr(unit, "listener", None)
-        if not isinstance(engine, Engine) or not serves(engine, optimizer):
+        if not isinstance(engine, CheckedEngine) or not serves(engine, optimizer):
             raise UsageError(
                 "the model was sharded again, as a part of another one, after sw.optimizer_in_backward, so its "
                 "backward takes no steps: call sw.optimizer_in_backward after the last sw.shard"

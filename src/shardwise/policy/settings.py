@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.fsdp.strategy import LEAST_SLOTS, OTHER_NAMES, Precision, Strategy
+from shardwise.fsdp.strategy import LEAST_SLOTS, Precision, Strategy
 from shardwise.policy.adapters import Adapters
 from shardwise.policy.checks import check_choice, check_count, checked_align, checked_precision, checked_resharding
 from shardwise.policy.offload import Offload
 from shardwise.policy.places import Places
+from shardwise.policy.precision import precision_of, words_of_precision
 from shardwise.policy.recomputation import Recomputation
+from shardwise.policy.strategies import OTHER_NAMES, strategy_of
 from shardwise.policy.words import numbers_of, reshardings_of, units_of, words_of
 from shardwise.registry import registered
 
@@ -141,7 +143,9 @@ def words(value: Any) -> str:
         return value
     if isinstance(value, Strategy):
         return value.value
-    if isinstance(value, Places | Adapters | Precision):
+    if isinstance(value, Precision):
+        return words_of_precision(value)
+    if isinstance(value, Places | Adapters):
         return value.words
     return str(value).lower() if isinstance(value, bool | int) else ",".join(sorted(value))
 
@@ -191,8 +195,8 @@ class ShardSettings:
         choices=tuple(member.value for member in Strategy),
         others=OTHER_NAMES,
         can_be_auto=True,
-        check=Strategy.parse,
-        read=lambda found: list(dict.fromkeys(Strategy.parse(word).value for word in found)),
+        check=strategy_of,
+        read=lambda found: list(dict.fromkeys(strategy_of(word).value for word in found)),
         usual="searched",
     )
     units: Any = setting(
@@ -212,7 +216,7 @@ class ShardSettings:
         "bf16-true, or param/reduce/master.",
         unset="everything as stored",
         check=checked_precision,
-        read=lambda found: [Precision.of(word) for word in found],
+        read=lambda found: [precision_of(word) for word in found],
         usual="bf16",
     )
     reshard_after_forward: bool | int | None = setting(

@@ -31,10 +31,10 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
 from shardwise import liveness
+from shardwise.comm.collective_log import CollectiveLog
 from shardwise.comm.store_channel import Exchanges
+from shardwise.engine.checked import CheckedEngine
 from shardwise.errors import ConfigError
-from shardwise.fsdp.collective_log import CollectiveLog
-from shardwise.fsdp.engine import Engine
 from shardwise.watchdog import activity
 from shardwise.watchdog.diagnosis import Diagnosis, State, Status, diagnose, ranks_in_words
 
@@ -66,7 +66,7 @@ _STATUS = 1
 """Exit status of ranks that end."""
 
 
-def attach(engine: Engine) -> None:
+def attach(engine: CheckedEngine) -> None:
     """Called with each engine that has its units: watch this rank, if it has others."""
     group = engine.mesh.shard.process_group or engine.mesh.replicate.process_group
     if group is None or engine.mesh.world_size == 1 or not dist.is_initialized():
@@ -168,7 +168,7 @@ class Watchdog:
         """Whether it watches for this group, in this process."""
         return self._group() is group and self._pid == os.getpid()
 
-    def add(self, engine: Engine) -> None:
+    def add(self, engine: CheckedEngine) -> None:
         """Follow one more engine."""
         alive = (one for one in self._logs if one() is not None)
         self._steps_before, self._has_pace = self.steps, False  # it loads and compiles first

@@ -10,9 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardwise.comm.all_to_all import AllToAllPart, all_to_all
 from shardwise.comm.backends import gloo
 from shardwise.comm.backends.shared_memory import collectives as shm
-from shardwise.fsdp.collectives import AllToAllPart, BufferKind, FlatSpan, Reduction, Work
+from shardwise.fsdp.collectives import BufferKind, FlatSpan, Reduction, Work
 from tests.comm.naive import FLOATS, KINDS, collectives, same_bits, sum_in_rank_order, values
 from tests.ranks import RankPools
 
@@ -312,7 +313,7 @@ def all_to_all_rounds(kind: str, rounds: int) -> None:
                 buffer.bytes[begin : begin + part.nbytes] = (number + 7 * comm.rank + 3 * part.target) % 251
                 begin += part.nbytes
         into = torch.zeros(sum(part.nbytes for part in parts if part.target == comm.rank), dtype=torch.uint8)
-        return comm.all_to_all(buffer, parts, into), into
+        return all_to_all(comm, buffer, parts, into), into
 
     def check(number: int, into: torch.Tensor) -> None:
         expected = [

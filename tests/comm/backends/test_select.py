@@ -40,7 +40,7 @@ def on_a_device(separate: str) -> tuple[bool, object]:
     """Return what streams are made with, on an accelerator that is not there."""
     os.environ["SHARDWISE_SEPARATE_REDUCTIONS"] = separate
     try:
-        with mock.patch.object(select, "StreamCollectives") as made:
+        with mock.patch.object(select, "ChannelStreams") as made:
             collectives_for(None, "xpu:0")
     finally:
         del os.environ["SHARDWISE_SEPARATE_REDUCTIONS"]

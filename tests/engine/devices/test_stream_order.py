@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise import accelerators
 from shardwise.fsdp import torch_collectives as on_streams
-from shardwise.fsdp.buffers import PrivateBuffers
+from shardwise.fsdp.collectives import PrivateBuffers
 from tests.engine.cases import CASES, Case
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, seeded, squares
 from tests.engine.streams import Order, Stream, played
@@ -248,9 +248,9 @@ def whole_matrix_races(case: Case) -> list[str]:
         played() as order,
         mock.patch.object(
             on_streams.StreamCollectives,
-            "all_to_all",
+            "reducing",
             autospec=True,
-            side_effect=on_streams.StreamCollectives.all_to_all,
+            side_effect=on_streams.StreamCollectives.reducing,
         ) as sent,
     ):
         model = case.shard(seeded(lambda: Net(6)))

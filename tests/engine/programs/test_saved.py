@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.engine.nested_hooks import NestedSavedTensors
 from shardwise.errors import StaleWeightsError, UsageError
 from shardwise.fsdp.parameter_group import ParameterState, UnitParameters
-from shardwise.fsdp.saved_tensors import SavedTensors
 from shardwise.fsdp.schedule import Call, ForwardPass
 from shardwise.fsdp.slots import Arena, Slot
 from shardwise.fsdp.unit import Unit
@@ -432,7 +432,7 @@ def test_torch_func_grad_inside_a_unit_raises_and_names_the_way_out() -> None:
 
 
 def test_tokens_are_popped_by_identity() -> None:
-    saved = SavedTensors({}, lambda place: None, lambda unit: None)
+    saved = NestedSavedTensors({}, lambda place: None, lambda unit: None)
     forward, call = ForwardPass(1), Call(Unit("", [nn.Identity()], ()), recompute=False)
     saved.enter((forward, call))
     saved.activate()

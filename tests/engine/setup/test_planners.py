@@ -10,8 +10,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.engine.setup.planners import Units, planners_for
 from shardwise.errors import ConfigError, LayoutError
-from shardwise.fsdp.modules import UnitPlan
-from shardwise.fsdp.shard import assign_parameters, choose_units
+from shardwise.fsdp.shard import UnitPlan, assign_parameters, choose_units
 from tests.engine.rig import Block, Net
 
 

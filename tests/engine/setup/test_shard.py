@@ -21,8 +21,8 @@ import shardwise as sw
 from shardwise.engine.extensions.secondary_shards import secondary_pieces
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, DifferentModelsError, LayoutError, MeshError, UsageError
-from shardwise.fsdp.modules import output_tensors
 from shardwise.fsdp.parameter_group import ParameterState
+from shardwise.fsdp.unit import output_tensors
 from tests import device
 from tests.engine.rig import Block, Net, Twins, batch, count, on_ranks, recording, seeded, squares, unwarned, warned
 from tests.engine.setup.rig import Tied

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.engine.lookup import require_engine
-from shardwise.fsdp import buffers as summation
-from shardwise.fsdp.buffers import BatchedAddition, ScaledAddition
+from shardwise.fsdp import gradients as summation
+from shardwise.fsdp.gradients import BatchedAddition, ScaledAddition
 from tests.comm.nccl_double import doubled
 from tests.engine.cases import MIXED, Case
 from tests.engine.rig import Block, Net, Twins, adamw, batch, on_ranks, same_tensors, seeded, squares

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.fsdp.strategy import Precision
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import Facts
 from shardwise.plan.dry_run.step import record
@@ -22,6 +21,7 @@ from shardwise.plan.models.adapted import with_adapters
 from shardwise.plan.models.source import resolve
 from shardwise.plan.simulate.forecast import forecast
 from shardwise.policy.adapters import Adapters
+from shardwise.policy.precision import precision_of
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 320,
@@ -71,7 +71,7 @@ def test_the_step_is_that_of_pefts_adapters(config: dict[str, Any], adapters: Ad
     """Every kernel, byte and flop, in order, and every parameter."""
     if config is GPT2 and adapters.targets:
         adapters = replace(adapters, targets=("c_attn", "c_fc"))
-    asked = Job(seq_len=32, precision=Precision.of("bf16"), activation_checkpointing="full", **job)
+    asked = Job(seq_len=32, precision=precision_of("bf16"), activation_checkpointing="full", **job)
     builder = resolve(config).builder()
     own = record(with_adapters(builder, adapters, "bf16"), asked)
     pefts = record(with_peft(builder, adapters, torch.float32 if adapters.dtype else torch.bfloat16), asked)
@@ -87,7 +87,7 @@ def without_names(facts: Facts) -> Facts:
 
 @pytest.mark.parametrize("base", ["nf4", "int8"])
 def test_a_base_in_few_bits_is_that_of_pefts_adapters(base: str) -> None:
-    asked = Job(seq_len=32, precision=replace(Precision.of("bf16"), frozen=base))
+    asked = Job(seq_len=32, precision=replace(precision_of("bf16"), frozen=base))
     builder, adapters = resolve(LLAMA).builder(), Adapters(4)
     own = record(with_adapters(builder, adapters, "bf16"), asked)
     pefts = record(with_peft(builder, adapters, torch.bfloat16), asked)
@@ -109,7 +109,7 @@ def test_a_plan_does_without_peft() -> None:
 
 
 def test_the_mfu_of_adapters_counts_what_is_computed() -> None:
-    found = forecast(LLAMA, lora=4, seq_len=32, gpus_per_node=1, precision=Precision.of("bf16"))
+    found = forecast(LLAMA, lora=4, seq_len=32, gpus_per_node=1, precision=precision_of("bf16"))
     facts = found.recording.facts
     operations = 4 * facts.params + 2 * facts.trainable + 12 * facts.layers * facts.width * 32
     peak = found.job.hardware.peak("bf16")

@@ -24,6 +24,7 @@ from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import judge, needed_bytes
 from shardwise.plan.search.search import Question
 from shardwise.plan.simulate.forecast import Forecast
+from shardwise.policy.precision import precision_of
 
 MIB = 2**20
 WIDE: dict[str, Any] = {
@@ -39,7 +40,7 @@ DEEP = {**SMALL, "num_hidden_layers": 6}
 """25 M parameters, none larger than a ring's least buffer, together more than its buffers."""
 TWO_LARGE: dict[str, Any] = {**DEEP, "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 2}
 """Two layers of 42 M parameters, of which attention has 17 M."""
-BF16 = Precision.of("bf16")
+BF16 = precision_of("bf16")
 PLACES = "params=cpu,optimizer=cpu,gradients=cpu"
 OFFLOADED = {"seq_len": 16, "accumulation": 2, "optimizer": "momentum", "strategy": "full_shard"}
 ALONE = {"gpus_per_node": 1, "precision": BF16, "micro_batch": 1, "activation_checkpointing": "full"}

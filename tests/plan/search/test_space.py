@@ -7,6 +7,7 @@ import pytest
 from shardwise.errors import ConfigError, PlanError
 from shardwise.fsdp.strategy import Precision
 from shardwise.plan.search.space import search_space
+from shardwise.policy.precision import precision_of
 
 
 def shardings(**arguments: Any) -> list[tuple[str, int | None]]:
@@ -124,11 +125,11 @@ def test_a_value_that_no_job_can_have() -> None:
     ],
 )
 def test_precision_in_words(words: str, precision: Precision) -> None:
-    assert Precision.of(words) == precision
+    assert precision_of(words) == precision
 
 
 def test_precision_that_is_none() -> None:
     with pytest.raises(ConfigError, match="did you mean 'bf16'"):
-        Precision.of("bf61")
+        precision_of("bf61")
     with pytest.raises(PlanError, match="param/reduce/master"):
-        Precision.of("bf16/fp32")
+        precision_of("bf16/fp32")

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, MeshError
-from shardwise.fsdp.strategy import OTHER_NAMES
+from shardwise.policy.strategies import OTHER_NAMES
 from shardwise.train.config import files
 from shardwise.train.config.files import dump_toml, load
 from shardwise.train.config.schema import Config

@@ -20,8 +20,9 @@ from shardwise.checkpoint.format.local_tensor import Piece, bytes_of, copy_runs,
 from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.names.index_map import IndexMap, Ints, Place
 from shardwise.checkpoint.ranks.consensus import Peers
+from shardwise.comm.all_to_all import AllToAllPart, all_to_all
 from shardwise.comm.together import OverGroups
-from shardwise.fsdp.collectives import AllToAllPart, Buffer, BufferKind, Collectives
+from shardwise.fsdp.collectives import Buffer, BufferKind, Collectives
 from shardwise.fsdp.sharded_parameter import Part
 from shardwise.layout.ranges import Range
 
@@ -267,7 +268,7 @@ def _exchanged(axis: Collectives, nbytes: Ints, room: _Room) -> Tensor:
     )
     incoming = room.incoming[: sum(part.nbytes for part in parts if part.target == axis.rank)]
     if parts:
-        axis.all_to_all(room.outgoing, parts, incoming).wait()
+        all_to_all(axis, room.outgoing, parts, incoming).wait()
     return incoming
 
 

@@ -19,12 +19,23 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from shardwise.comm.all_to_all import AllToAllPart, received_parts, sent_parts
 from shardwise.comm.backends.rank_order_sum import RankOrderSum, pieces_of, shares
 from shardwise.comm.backends.signature import Reasons, in_words, mismatch, sign
 from shardwise.comm.store_channel import timeout_s
 from shardwise.errors import CollectiveTimeout, ShardwiseError
-from shardwise.fsdp.buffers import PrivateBuffers, check_reductions, received_parts, sent_parts, slice_of
-from shardwise.fsdp.collectives import FINISHED, AllToAllPart, Buffer, ChainedWork, Combine, FlatSpan, Reduction, Work
+from shardwise.fsdp.collectives import (
+    FINISHED,
+    Buffer,
+    ChainedWork,
+    Combine,
+    FlatSpan,
+    PrivateBuffers,
+    Reduction,
+    Work,
+    check_reductions,
+    slice_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

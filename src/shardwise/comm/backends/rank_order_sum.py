@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.fsdp.buffers import CHUNK_NUMEL, Scratch
+from shardwise.fsdp.gradients import CHUNK_NUMEL, Scratch
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from shardwise.comm.backends.gloo import GlooCollectives
 from shardwise.comm.backends.tree_channel import channel_of
+from shardwise.comm.torch_channels import ChannelCollectives, ChannelStreams
 from shardwise.errors import ConfigError
 from shardwise.fsdp.collectives import Collectives
-from shardwise.fsdp.torch_collectives import DryCollectives, StreamCollectives, TorchCollectives
+from shardwise.fsdp.torch_collectives import DryCollectives
 
 CHOICES = ("streams", "gloo", "shm", "dry", "torch")
 
@@ -40,9 +41,9 @@ def choose(group: dist.ProcessGroup | None, device: torch.device) -> Collectives
     if asked and (asked == "streams") != (device.type != "cpu"):
         raise ConfigError(f"SHARDWISE_COLLECTIVES={asked!r} cannot be used for ranks on {device.type}; leave it out")
     if device.type != "cpu":
-        return StreamCollectives(group, device, _separate_reductions(), channel=channel_of)
+        return ChannelStreams(group, device, _separate_reductions(), channel=channel_of)
     if asked == "torch":
-        return TorchCollectives(group)
+        return ChannelCollectives(group)
     return GlooCollectives(group) if asked == "gloo" else _on_cpus(group, must_share=asked == "shm")
 
 

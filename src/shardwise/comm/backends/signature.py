@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from shardwise.comm.collective_log import ALL_OR_NONE, SAME_ORDER, quoted
 from shardwise.comm.store_channel import CONSEQUENCES, abandoned, store_of
 from shardwise.errors import MismatchError, ShardwiseError
-from shardwise.fsdp.collective_log import ALL_OR_NONE, SAME_ORDER, quoted
 
 OPS = (
     "abandon",

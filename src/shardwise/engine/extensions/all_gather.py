@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from shardwise.errors import LayoutError, UsageError
 from shardwise.fsdp.collectives import Collectives
 from shardwise.fsdp.layout import round_up
-from shardwise.fsdp.modules import Original, Site, Values, placeholder_of
-from shardwise.fsdp.parameter_group import Dtypes, Group, MakeGradients
+from shardwise.fsdp.parameter_group import Dtypes, Group, MakeGradients, Original, Site, Values, placeholder_of
 from shardwise.fsdp.sharded_parameter import SHARDED_ATTRIBUTE
 from shardwise.fsdp.slots import SLOT_ALIGN_BYTES, Slot, storage_key
 from shardwise.modules.extended import EXTENDED, inner_name

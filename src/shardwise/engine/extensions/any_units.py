@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from shardwise.comm.collective_log import SyncPoint
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.extensions.manual_unshard import manual_unshard
 from shardwise.errors import MismatchError
-from shardwise.fsdp.collective_log import SyncPoint
-from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.saved_tensors import Place
 from shardwise.fsdp.schedule import ForwardPass
 from shardwise.fsdp.unit import Unit
@@ -81,7 +81,7 @@ def _nearest(left: bytes, right: bytes) -> bytes:
 class AnyUnits:
     """What one engine's ranks have come to. Everything here happens alike on every rank."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: CheckedEngine) -> None:
         self._engine = engine
         self._is_playing = False
         self._ends_with_backward = False
@@ -156,13 +156,13 @@ class AnyUnits:
     def _inside(self, place: Place) -> Iterator[None]:
         """Within the block, the call that has just returned is the innermost one under way again."""
         _, call = place
-        call.unit.calls.begin_forward(call)
+        call.unit.begin_forward(call)
         self._engine.saved.enter(place)
         try:
             yield
         finally:
             self._engine.saved.leave()
-            call.unit.calls.end_forward()
+            call.unit.end_forward()
 
     def _read(self, unit: Unit) -> None:
         self._reach(_Point(_Kind.READ, unit.index))
@@ -222,7 +222,7 @@ class AnyUnits:
             case _Kind.DEMAND:
                 engine.unshard_on_demand(unit)
             case _Kind.READ:
-                engine.read(unit)
+                manual_unshard(engine).unshard_for_read(unit)
             case _Kind.BEGIN:
                 grad, recompute = bool(point.second & _GRAD), bool(point.second & _RECOMPUTE)
                 with torch.set_grad_enabled(grad):
@@ -254,6 +254,6 @@ class AnyUnits:
         return "runs a backward" if point.kind in (_Kind.PASS, _Kind.FINISH) else "is inside a forward or backward"
 
 
-def any_units_of(engine: Engine) -> AnyUnits:
+def any_units_of(engine: CheckedEngine) -> AnyUnits:
     """Return the engine's, attached if there is none yet."""
     return engine.attached(AnyUnits) or engine.attach(AnyUnits(engine))

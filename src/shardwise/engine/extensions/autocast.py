@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.engine.checked import CheckedEngine
 from shardwise.errors import UsageError
-from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.unit import Unit
 
 
@@ -28,13 +28,13 @@ class AutocastCheck:
             )
 
 
-def allow_autocast(engine: Engine) -> None:
+def allow_autocast(engine: CheckedEngine) -> None:
     """Let units run under autocast, as torch's engines do."""
     check = engine.attached(AutocastCheck)
     if check in engine.hooks.begin_forward:
         engine.hooks.begin_forward.remove(check)
 
 
-def attach(engine: Engine) -> None:
+def attach(engine: CheckedEngine) -> None:
     """Called with each engine that has its units."""
     engine.hooks.begin_forward.append(engine.attach(AutocastCheck(engine.mesh.device.type)))

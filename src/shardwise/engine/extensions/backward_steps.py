@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.comm.collective_log import SyncPoint
+from shardwise.engine.checked import CheckedEngine
 from shardwise.errors import UsageError
-from shardwise.fsdp.collective_log import SyncPoint
-from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.gradients import GradientStatus
-from shardwise.fsdp.sharded_parameter import ShardedParameter, hooks_run
+from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.fsdp.unit import Unit
 from shardwise.offload.step import step_with_stores
 from shardwise.sharded.extensions.partial_step import Selected, by_owner
+from shardwise.sharded.extensions.read_whole import hooks_run
 
 Clip = Callable[[Sequence[ShardedParameter]], object]
 """Scales the gradients of one unit's parameters. Every rank must call it."""
@@ -37,7 +38,7 @@ def _unwatched(unit: Unit) -> AbstractContextManager[None]:
 class BackwardSteps:
     """The steps of one engine's optimizers in backward. All happen in graph order, alike on every rank."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: CheckedEngine) -> None:
         self._log, self._reducer = engine.log, engine.reducer
         engine.reducer.observers.append(self)
         engine.hooks.begin_step.append(self._begin_step)
@@ -79,7 +80,7 @@ class BackwardSteps:
         for flight in in_flight:  # each keeps its slot: units must be reduced in the same parts as otherwise
             in_flight.wait_for_sum(flight)
         for reduced in self._reduced if self._is_early else ():
-            flags = reduced.gradients.statuses() + bytes([_awaits_more(reduced)])
+            flags = self._reducer.statuses_of(reduced) + bytes([_awaits_more(reduced)])
             *statuses, awaits_more = self._log.agree(SyncPoint.UNIT_REDUCED, flags)
             if not awaits_more and GradientStatus.WAITS not in statuses:
                 with hooks_run():
@@ -182,24 +183,24 @@ def _is_due(leaf: Tensor) -> bool:
     return bool(torch._C._will_engine_execute_node(alias.grad_fn.next_functions[0][0]))
 
 
-def backward_steps(engine: Engine) -> BackwardSteps | None:
+def backward_steps(engine: CheckedEngine) -> BackwardSteps | None:
     """Return the engine's, or None if no optimizer steps in its backwards."""
     return engine.attached(BackwardSteps)
 
 
-def check(engine: Engine) -> None:
+def check(engine: CheckedEngine) -> None:
     """Raise UsageError if the engine's units are at different steps, because a backward that stepped them raised."""
     steps = backward_steps(engine)
     if steps is not None:
         steps.check()
 
 
-def attach(engine: Engine) -> BackwardSteps:
+def attach(engine: CheckedEngine) -> BackwardSteps:
     """Return the engine's, attached if there is none yet."""
     return engine.attached(BackwardSteps) or engine.attach(BackwardSteps(engine))
 
 
-def serves(engine: Engine, optimizer: Optimizer) -> bool:
+def serves(engine: CheckedEngine, optimizer: Optimizer) -> bool:
     """Whether the optimizer's steps are taken in the engine's backwards."""
     steps = backward_steps(engine)
     return steps is not None and steps.serves(optimizer)
@@ -209,4 +210,4 @@ def steps_in_backward(parameter: Tensor) -> bool:
     """Whether optimizers update the parameter's model in backward (`sw.optimizer_in_backward`)."""
     unit = parameter.unit if isinstance(parameter, ShardedParameter) else None
     engine = unit.listener if isinstance(unit, Unit) else None
-    return isinstance(engine, Engine) and backward_steps(engine) is not None
+    return isinstance(engine, CheckedEngine) and backward_steps(engine) is not None

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.extensions.backward_steps import BackwardSteps, backward_steps
+from shardwise.engine.reductions import CustomReducer
 from shardwise.errors import UsageError
 from shardwise.fsdp.collectives import Reduction
-from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.gradients import GradientStatus, Key, UnitGradients
+from shardwise.fsdp.operations import IS_PART, owners_of
 from shardwise.fsdp.parameter_group import Group
-from shardwise.fsdp.reducer import Flight, Reducer
+from shardwise.fsdp.reducer import Flight
 from shardwise.fsdp.slots import Slot
 from shardwise.fsdp.unit import Unit
 from shardwise.sharded.extensions.waiting import WaitingGradient
@@ -80,14 +85,14 @@ class PartialReduction:
 
 
 class SettableReduction:
-    """The reductions of one unit, as its settings say (`units.gradients.CustomReduction`)."""
+    """The reductions of one unit, as its settings say (`engine.reductions.CustomReduction`)."""
 
     def __init__(self, unit: Unit) -> None:
         self.settings = MEAN
         self.partial: PartialReduction | None = None
         """Sums that wait for the replicas, or are on their way to a user's hook."""
         self._unit = unit
-        self._reducer: Reducer | None = None
+        self._reducer: CustomReducer | None = None
         """The reducer of the unit's engine. Set by `allocate`, at the latest when the first backward begins."""
 
     @property
@@ -99,19 +104,19 @@ class SettableReduction:
         """Whether backwards reduce the unit; else its gradients stay in its slot."""
         return self.settings.now
 
-    def allocate(self, reducer: Reducer) -> None:
+    def allocate(self, reducer: CustomReducer) -> None:
         """Work with a reducer that has just laid out its slots."""
         self.partial = None
         self._reducer = reducer
         self._set_divisor(reducer)
 
-    def change(self, settings: ReductionSettings, reducer: Reducer) -> None:
+    def change(self, settings: ReductionSettings, reducer: CustomReducer) -> None:
         """Take other settings, outside a backward. No communication."""
         self.settings = settings
         self._reducer = reducer
         self._set_divisor(reducer)
 
-    def _set_divisor(self, reducer: Reducer) -> None:
+    def _set_divisor(self, reducer: CustomReducer) -> None:
         self._gradients.scaled = reducer.addition(self.settings.divisor or float(reducer.mesh.world_size))
 
     def open(self) -> None:
@@ -207,7 +212,7 @@ class SettableReduction:
 
     def statuses(self) -> bytes:
         """Return the status of each parameter's gradient on this rank."""
-        own = self._gradients.own_statuses()
+        own = self._gradients.statuses()
         if self.partial is None or not self.partial.keys:
             return own
         waits = self.partial.is_waiting and self.settings.over_replicas
@@ -245,7 +250,7 @@ def settings_of(unit: Unit) -> ReductionSettings:
     return MEAN if custom is None else custom.settings
 
 
-def change_settings(engine: Engine, unit: Unit, **changes: Any) -> None:
+def change_settings(engine: CheckedEngine, unit: Unit, **changes: Any) -> None:
     """Change settings of the unit's reductions, outside a backward. Every rank must do so alike. No communication.
 
     Raises UsageError if optimizers step in backward and the unit's gradients would wait for a later backward.
@@ -257,9 +262,47 @@ def change_settings(engine: Engine, unit: Unit, **changes: Any) -> None:
         if settings == MEAN:
             return
         unit.gradients.custom = SettableReduction(unit)
+        _watch_steps()
     custom = custom_reduction(unit)
     assert custom is not None
     custom.change(settings, engine.reducer)
+
+
+@cache
+def _watch_steps() -> None:
+    """Check before every optimizer's step that none of its gradients waits, once in a process."""
+    register_optimizer_step_pre_hook(_pre_step)
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Check that no gradients wait to be reduced. A closure may still reduce some: if the step is given one, that check
+    runs after it, and the step's new arguments are returned."""
+    if IS_PART in optimizer.__dict__:
+        return None
+    units = [unit for unit in owners_of(optimizer) if isinstance(unit, Unit)]
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if units and closure is not None:
+        checked = partial(_evaluate, closure, units)
+        return (
+            (args, {**kwargs, "closure": checked}) if "closure" in kwargs else ((args[0], checked, *args[2:]), kwargs)
+        )
+    _check_steps(units)
+    return None
+
+
+def _evaluate(closure: Callable[[], Any], units: Sequence[Unit]) -> Any:
+    """Run the closure of a step, which calls backward, and then check that no gradients wait to be reduced."""
+    result = closure()
+    _check_steps(units)
+    return result
+
+
+def _check_steps(units: Sequence[Unit]) -> None:
+    for unit in units:
+        custom = custom_reduction(unit)
+        if custom is not None:
+            custom.about_to_step()
 
 
 def forget_dropped(unit: Unit) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.fsdp.engine import Engine
+from shardwise.engine.checked import CheckedEngine
 from shardwise.fsdp.unit import Arguments, Unit
 
 
@@ -46,6 +46,6 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
     return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
-def attach(engine: Engine) -> None:
+def attach(engine: CheckedEngine) -> None:
     """Called with each engine that has its units."""
     engine.hooks.forward_raised.append(_explain)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from shardwise.fsdp.engine import Engine
+from shardwise.engine.checked import CheckedEngine
 
 
 class _Backwards(threading.local):
@@ -16,12 +16,12 @@ class _Backwards(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
-        self.raised: list[Engine] = []
+        self.raised: list[CheckedEngine] = []
         """Engines whose backward raised, and which have not told their peers yet."""
 
 
 _backwards = _Backwards()
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines: weakref.WeakSet[CheckedEngine] = weakref.WeakSet()
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def tell_of_errors() -> Iterator[None]:
         _backwards.depth -= 1
 
 
-def _report(engine: Engine) -> None:
+def _report(engine: CheckedEngine) -> None:
     """React to a backward that raised: the error is known where the call of torch's backward ends."""
     if _backwards.depth:
         _backwards.raised.append(engine)
@@ -49,7 +49,7 @@ def _report(engine: Engine) -> None:
         engine.log.abandon(None)
 
 
-def attach(engine: Engine) -> None:
+def attach(engine: CheckedEngine) -> None:
     """Called with each engine that has its units."""
     _engines.add(engine)
     engine.report = partial(_report, engine)

@@ -7,14 +7,14 @@ import warnings
 import weakref
 from functools import partial
 
-from shardwise.fsdp.engine import Engine
+from shardwise.engine.checked import CheckedEngine
 from shardwise.fsdp.unit import Unit
 
 _warned: weakref.WeakSet[Unit] = weakref.WeakSet()
 """Root units of the models for which the warning was given."""
 
 
-def _warn(engine: Engine) -> None:
+def _warn(engine: CheckedEngine) -> None:
     """Warn, once for a model, that a backward reduces more than is trained, and say how to avoid that.
 
     A group is reduced as a whole; only one without a trainable parameter is left out.
@@ -39,6 +39,6 @@ def _warn(engine: Engine) -> None:
     )
 
 
-def attach(engine: Engine) -> None:
+def attach(engine: CheckedEngine) -> None:
     """Called with each engine that has its units."""
     engine.hooks.follow_requires_grad.append(partial(_warn, engine))

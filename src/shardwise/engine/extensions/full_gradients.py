@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwise.fsdp.collective_log import CollectiveLog
-from shardwise.fsdp.mesh import Mesh
-from shardwise.fsdp.reducer import Reducer, ReduceSlots
+from shardwise.engine.reductions import CustomReducer, OwnSlots
+from shardwise.fsdp.mesh import Agreement, Mesh
+from shardwise.fsdp.reducer import Reducer
 from shardwise.fsdp.strategy import Strategy
 from shardwise.fsdp.unit import Unit
 
 
-class FullSlots(ReduceSlots):
+class FullSlots(OwnSlots):
     """One reduce slot for each unit."""
 
     def _allocate_slots(self, units: Sequence[Unit], nesting: int) -> None:
@@ -20,10 +20,10 @@ class FullSlots(ReduceSlots):
                 self.give_own(unit)
 
 
-class FullGradientReducer(Reducer):
+class FullGradientReducer(CustomReducer):
     """Reductions of slots of one unit each."""
 
-    def __init__(self, mesh: Mesh, log: CollectiveLog) -> None:
+    def __init__(self, mesh: Mesh, log: Agreement) -> None:
         super().__init__(mesh, log)
         self.slots = FullSlots(self.collectives)
 

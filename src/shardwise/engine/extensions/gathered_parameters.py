@@ -6,15 +6,15 @@ from functools import partial
 
 import torch
 
-from shardwise.fsdp.engine import Engine
+from shardwise.engine.checked import CheckedEngine
 from shardwise.sharded.extensions.unit_gather import forget
 
 
-def attach(engine: Engine) -> None:
+def attach(engine: CheckedEngine) -> None:
     """Called with each engine that has its units."""
     engine.hooks.begin_step.append(partial(_forget, engine))
 
 
-def _forget(engine: Engine) -> None:
+def _forget(engine: CheckedEngine) -> None:
     if torch.is_grad_enabled():  # on every rank; else a rank may be evaluating alone
         forget(engine.units)

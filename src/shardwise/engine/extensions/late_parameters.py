@@ -9,9 +9,9 @@ from operator import is_
 import torch
 from torch import nn
 
+from shardwise.engine.checked import CheckedEngine
 from shardwise.errors import UsageError
-from shardwise.fsdp.engine import Engine
-from shardwise.fsdp.modules import foreign_parameter
+from shardwise.fsdp.parameter_group import foreign_parameter
 from shardwise.fsdp.sharded_parameter import ShardedParameter, sharded_of
 
 
@@ -75,6 +75,6 @@ def _contents(modules: Iterable[nn.Module]) -> list[nn.Module | nn.Parameter | N
     return [item for module in modules for table in (module._modules, module._parameters) for item in table.values()]
 
 
-def attach(engine: Engine) -> None:
+def attach(engine: CheckedEngine) -> None:
     """Called with each engine that has its units."""
     engine.hooks.begin_step.append(LateParameters(engine.model, engine.ignored).check)

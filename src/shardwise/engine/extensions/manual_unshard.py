@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
+from shardwise.engine.checked import CheckedEngine
+from shardwise.engine.extensions.written_parameters import written_parameters
 from shardwise.fsdp.collectives import BufferKind
-from shardwise.fsdp.engine import Backward, Engine
+from shardwise.fsdp.engine import Backward
 from shardwise.fsdp.layout import round_up
 from shardwise.fsdp.parameter_group import ParameterState
 from shardwise.fsdp.saved_tensors import Handle, Place, SavedTensors
@@ -25,13 +28,14 @@ from shardwise.fsdp.schedule import Call, Event, Phase
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.fsdp.slots import SLOT_ALIGN_BYTES, Slot
 from shardwise.fsdp.unit import Unit
+from shardwise.sharded.extensions.read_whole import hook_gradient, hooks_run
 
 
 class ManualUnshard:
     """The units of one engine that are unsharded outside their own forwards. Everything here happens in graph order,
     alike on every rank."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: CheckedEngine) -> None:
         self._engine = engine
         self._held: dict[Unit, None] = {}
         """Units unsharded by hand."""
@@ -39,7 +43,6 @@ class ManualUnshard:
         """By the call that reads: the units that it reads, each with the `Call` that stands for the reads."""
         self.before_read: Callable[[Unit], None] = lambda unit: None
         """Called when an operation is about to read a unit, unless the call under way has it unsharded already."""
-        engine.read = self.unshard_for_read
         engine.hooks.begin_step.append(self.hide_stale)
         engine.hooks.end_forward.append(self._end_reads)
         engine.hooks.end_backward.append(self.let_go)
@@ -52,17 +55,16 @@ class ManualUnshard:
         they are. Every rank must call this."""
         unsharder = self._engine.unsharder
         for unit in units:
-            if unit.calls.in_forward:
+            if unit.in_forward:
                 continue
-            if not unit.calls.is_held and unit.reshards_after_forward:
+            if not unit.is_held and unit.reshards_after_forward:
                 unsharder.reshard(unit)  # out of a shared slot, from which it could be evicted
                 self._give_slot(unit)
-            unit.calls.hold(True)
+            unit.is_held = True
             self._held[unit] = None
             self.hide_stale()
             unsharder.unshard(unit, again=False)
-            if unit.parameters.state is ParameterState.UNSHARDED:
-                unit.parameters.show_unsharded()
+            self._engine.show(unit)
 
     def _give_slot(self, unit: Unit) -> None:
         """Give the unit a slot of its own, once."""
@@ -81,8 +83,8 @@ class ManualUnshard:
     def let_go(self, units: Iterable[Unit] | None = None) -> None:
         """Stop holding these units, or all. No communication; the caller must still take their slots back."""
         for unit in self._held if units is None else units:
-            unit.calls.hold(False)
-        self._held = {unit: None for unit in self._held if unit.calls.is_held}
+            unit.is_held = False
+        self._held = {unit: None for unit in self._held if unit.is_held}
 
     # Reads ------------------------------------------------------------------------------------------------------------
 
@@ -100,10 +102,10 @@ class ManualUnshard:
 
     def _read(self, unit: Unit, place: Place) -> None:
         """Unshard the unit for the call under way, unless a forward of the unit itself is under way."""
-        if unit.calls.in_forward:
+        if unit.in_forward:
             return
         forward, reader = place
-        unit.parameters.note_reads()
+        written_parameters(self._engine).note_read(unit)
         reads = self._reads.setdefault(reader, {})
         if unit not in reads or unit.parameters.state is not ParameterState.IN_USE:
             self.before_read(unit)
@@ -111,7 +113,7 @@ class ManualUnshard:
             reads[unit] = Call(unit, reader.recompute)
             if reader.begin >= 0:
                 forward.begin(reads[unit])
-            if not reader.recompute or not unit.calls.in_backward:
+            if not reader.recompute or not unit.in_backward:
                 self._engine.schedule.record(Event(Phase.FORWARD, unit.index))
         if unit.parameters.state is not ParameterState.IN_USE:
             self._engine.use(unit, again=False)
@@ -156,11 +158,43 @@ def handle_of(saved: SavedTensors, tensor: Tensor) -> Handle | None:
     return ReadHandle(unit, saved.innermost, version, dtype, 0, tensor.shape, (), conj=False, neg=False, alias=alias)
 
 
-def manual_unshard(engine: Engine) -> ManualUnshard:
+def manual_unshard(engine: CheckedEngine) -> ManualUnshard:
     """Return the engine's, attached if there is none yet."""
     return engine.attached(ManualUnshard) or engine.attach(ManualUnshard(engine))
 
 
-def attach(engine: Engine) -> None:
+class Reads:
+    """Lends units to operations that read their parameters outside a call of theirs."""
+
+    @staticmethod
+    def whole(parameter: ShardedParameter) -> Tensor | None:
+        """Return the full parameter, a view of the slot, for one operation; see `Lender`."""
+        unit = parameter.unit
+        assert isinstance(unit, Unit)
+        assert parameter.unsharded is not None
+        engine = unit.listener
+        is_lent = isinstance(engine, CheckedEngine) and manual_unshard(engine).unshard_for_read(unit)
+        return parameter.unsharded.detach() if is_lent else None
+
+    @staticmethod
+    def take_gradient(parameter: ShardedParameter, grad: Tensor) -> None:
+        """Take this rank's full gradient of a sharded parameter, from an operation that read it."""
+        unit = parameter.unit
+        assert isinstance(unit, Unit)
+        assert unit.listener is not None
+        key = next((g, i) for g, i in unit.gradients.keys if unit.groups[g].sharded[i] is parameter)
+        unit.listener.on_gradient(unit, key, grad)
+
+
+def _hook_gradients(engine: CheckedEngine) -> None:
+    for group in (group for unit in engine.units for group in unit.groups):
+        for leaf, sharded in zip(group.leaves, group.sharded, strict=True):
+            if leaf.requires_grad:
+                hook_gradient(sharded)
+
+
+def attach(engine: CheckedEngine) -> None:
     """Called with each engine that has its units."""
-    engine.read = lambda unit: manual_unshard(engine).unshard_for_read(unit)  # attached for good at the first read
+    engine.reducer.writing_grads = hooks_run
+    engine.hooks.follow_requires_grad.append(partial(_hook_gradients, engine))
+    _hook_gradients(engine)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from shardwise import device_tools
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.extensions.all_gather import ExtendedGroup
 from shardwise.engine.extensions.few_bits import BlockGroup
-from shardwise.fsdp.engine import Engine
-from shardwise.fsdp.modules import Original, Values
+from shardwise.engine.reductions import CustomInFlight
 from shardwise.fsdp.operations import norms_of_pieces
-from shardwise.fsdp.parameter_group import Group, MakeGradients, ParameterState, Versioned
-from shardwise.fsdp.reducer import InFlight
+from shardwise.fsdp.parameter_group import Group, MakeGradients, Original, ParameterState, Values, Versioned
+from shardwise.fsdp.reducer import Flight
 from shardwise.fsdp.sharded_parameter import GradientShard, Placement, ShardedParameter, piece_in
 from shardwise.fsdp.unit import Unit
 from shardwise.offload.host_step import HostStep
@@ -97,6 +97,11 @@ class OffloadedGradient(GradientShard):
         """Begin to load it, if a sum will be added to gradients of earlier backwards."""
         if self.slice is not None and any(sharded.grad is not None for sharded in self._sharded):
             self.slice.read_ahead()
+
+    def end_backward(self) -> None:
+        """As in the base class; then let it leave memory."""
+        super().end_backward()
+        self.leave()
 
     def leave(self) -> None:
         """Let it leave memory. Norms are formed first, so that clipping need not load it; but not while anybody holds a
@@ -247,20 +252,33 @@ def stores_of_gradients(unit: Unit) -> dict[ShardStore, None]:
     return {each.store: None for each in kept if isinstance(each, OffloadedGradient) and each.store is not None}
 
 
-def shard_stores(*engines: Engine) -> list[ShardStore]:
+def shard_stores(*engines: CheckedEngine) -> list[ShardStore]:
     """Return the stores of these engines' shards."""
     groups = (group for engine in engines for unit in engine.units for group in unit.groups)
     return list(dict.fromkeys(group.store for group in groups if isinstance(group, OffloadedGroup) and group.slice))
 
 
-def gradient_stores(*engines: Engine) -> list[ShardStore]:
+def gradient_stores(*engines: CheckedEngine) -> list[ShardStore]:
     """Return the stores of these engines' reduced gradients."""
     units = (unit for engine in engines for unit in engine.units)
     return list(dict.fromkeys(store for unit in units for store in stores_of_gradients(unit)))
 
 
-class RingInFlight(InFlight):
+class RingInFlight(CustomInFlight):
     """Reductions whose sums pass through the ring of buffers of a store."""
+
+    def wait_for_sum(self, flight: Flight) -> None:
+        """As in the base class; then the gradients may leave memory."""
+        super().wait_for_sum(flight)
+        for group in flight.unit.groups:
+            if group.trainable and isinstance(group.gradients, OffloadedGradient):
+                group.gradients.leave()
+
+    def settle(self, unit: Unit, group: Group, summed: Tensor) -> None:
+        """As in the base class; the gradient leaves memory before the next group's slice takes a buffer."""
+        super().settle(unit, group, summed)
+        if isinstance(group.gradients, OffloadedGradient):
+            group.gradients.leave()
 
     _MOST = BUFFERS // 2
     """At most this many ring buffers hold slices whose reduction has not been waited for. The others are for slices
@@ -283,7 +301,7 @@ _READ_AHEAD = 6
 """Number of upcoming events whose shards are loaded ahead."""
 
 
-def _read_ahead(engine: Engine) -> None:
+def _read_ahead(engine: CheckedEngine) -> None:
     """Begin to load the shards that are gathered next, as far as there are free buffers."""
     for event in engine.schedule.nearest(_READ_AHEAD):
         unit = engine.units[event.unit]
@@ -293,7 +311,7 @@ def _read_ahead(engine: Engine) -> None:
                     group.read_ahead()
 
 
-def attach_offload(engine: Engine) -> None:
+def attach_offload(engine: CheckedEngine) -> None:
     """Called with each engine that has its units."""
     groups = [group for unit in engine.units for group in unit.groups]
     if not all(group.is_resident for group in groups):

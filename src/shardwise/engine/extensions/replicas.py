@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwise.fsdp.collective_log import CollectiveLog
+from shardwise.engine.reductions import CustomReducer, OwnSlots
 from shardwise.fsdp.collectives import BufferKind, Reduction
-from shardwise.fsdp.mesh import Mesh
-from shardwise.fsdp.reducer import Flight, Reducer, ReduceSlots
+from shardwise.fsdp.mesh import Agreement, Mesh
+from shardwise.fsdp.reducer import Flight, Reducer
 from shardwise.fsdp.slots import Arena, Slot, size_classes
 from shardwise.fsdp.strategy import Strategy
 from shardwise.fsdp.unit import Unit
@@ -16,7 +16,7 @@ SLICE_SLOTS = 2
 """Slice slots of a size class: the slices of two units are summed over replicas while two more units run backward."""
 
 
-class HybridSlots(ReduceSlots):
+class HybridSlots(OwnSlots):
     """Reduce slots, and slots for slices that were summed in the shard group. These are summed over the replicas there,
     so that the reduce slot is free again."""
 
@@ -43,14 +43,14 @@ class HybridSlots(ReduceSlots):
         self.slices = None
 
 
-class HybridReducer(Reducer):
+class HybridReducer(CustomReducer):
     """Reductions over shards and replicas."""
 
-    def __init__(self, mesh: Mesh, log: CollectiveLog) -> None:
+    def __init__(self, mesh: Mesh, log: Agreement) -> None:
         super().__init__(mesh, log)
         self.slots = self._hybrid = HybridSlots(mesh)
 
-    def start_sum(self, unit: Unit, slot: Slot[Unit], label: int) -> None:
+    def start_mean(self, unit: Unit, slot: Slot[Unit], label: int) -> None:
         """Start to sum the slot in the shard group and, after that, over the replicas."""
         sums = self.claim(self.find_slot(self._hybrid.slices, unit), unit)
         groups = [group for group in unit.groups if group.trainable]

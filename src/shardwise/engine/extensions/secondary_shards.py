@@ -4,31 +4,46 @@ from secondary shards, N times as large, over that group alone."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.fsdp.collective_log import CollectiveLog
 from shardwise.fsdp.collectives import BufferKind, Collectives
 from shardwise.fsdp.engine import Engine
-from shardwise.fsdp.mesh import Mesh
-from shardwise.fsdp.parameter_group import Slices
+from shardwise.fsdp.mesh import Agreement, Mesh
+from shardwise.fsdp.parameter_group import Group, Slices
 from shardwise.fsdp.schedule import Schedule
 from shardwise.fsdp.slots import Arena, Slot, size_classes
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.unsharder import Unsharder, sizes
 
 
+class SecondarySlices(Slices):
+    """Slices over a smaller group of ranks, in memory of their own."""
+
+    def __init__(self, groups: Sequence[Group], collectives: Collectives, pieces: Sequence[Tensor]) -> None:
+        """`pieces`: the memory, by group."""
+        super().__init__(groups, collectives)
+        self._own = pieces
+
+    def read_from(self, slot: Slot[Any], version: int) -> None:
+        """Copy the slices out of a slot that holds weights of that version."""
+        for piece, place in zip(self.pieces, self._places, strict=True):
+            piece.copy_(slot.flat(*place))
+        self.were_written(version, self.collectives.mark())
+
+
 class SecondaryUnsharder(Unsharder):
     """The gather slots of an engine whose units have secondary shards."""
 
-    def __init__(self, mesh: Mesh, log: CollectiveLog, schedule: Schedule, slots: int) -> None:
+    def __init__(self, mesh: Mesh, log: Agreement, schedule: Schedule, slots: int) -> None:
         super().__init__(mesh, log, schedule, slots)
         assert mesh.secondary is not None
         self._over: Collectives = mesh.secondary
         self._smaller: Arena[Unit] | None = None
         """Slots of units that backward gathers over the smaller group."""
-        self.secondary: dict[Unit, Slices] = {}
+        self.secondary: dict[Unit, SecondarySlices] = {}
         """The secondary shards of the units that have them."""
 
     @property
@@ -77,7 +92,7 @@ class SecondaryUnsharder(Unsharder):
         return self.secondary[unit] if slot.collectives is self._over else super()._slices_for(unit, slot)
 
 
-def _allocated(unit: Unit, collectives: Collectives) -> Slices:
+def _allocated(unit: Unit, collectives: Collectives) -> SecondarySlices:
     """Return a secondary shard of the unit over the smaller group of ranks, with memory of its own."""
     pieces = [
         torch.empty(
@@ -87,7 +102,7 @@ def _allocated(unit: Unit, collectives: Collectives) -> Slices:
         )
         for group in unit.groups
     ]
-    return Slices(unit.groups, collectives, pieces)
+    return SecondarySlices(unit.groups, collectives, pieces)
 
 
 def choose(mesh: Mesh) -> type[Unsharder] | None:

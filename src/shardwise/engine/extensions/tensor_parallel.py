@@ -30,8 +30,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import UsageError
 from shardwise.fsdp.collectives import Collectives
-from shardwise.fsdp.modules import inherit
-from shardwise.fsdp.parameter_group import Group
+from shardwise.fsdp.parameter_group import Group, inherit
 from shardwise.fsdp.sharded_parameter import SHARDED_ATTRIBUTE, Part, Placement
 from shardwise.fsdp.torch_collectives import collectives_for
 from shardwise.modules.extended import DTENSOR

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.engine.checked import CheckedEngine
 from shardwise.errors import UsageError
-from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.unit import Arguments, Unit
 
 _autograd: Any = torch._C._autograd
@@ -30,7 +30,7 @@ def _explain(unit: Unit, module: nn.Module, given: Arguments, error: BaseExcepti
         error.add_note(f"shardwise: {_WAY_OUT}")
 
 
-def attach(engine: Engine) -> None:
+def attach(engine: CheckedEngine) -> None:
     """Called with each engine that has its units."""
     engine.hooks.begin_forward.append(_check)
     engine.hooks.forward_raised.append(_explain)

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from shardwise.fsdp.engine import Engine
+from shardwise.engine.checked import CheckedEngine
 
 _UNCOMPILED = ("shardwise.fsdp", "shardwise.engine", "shardwise.sharded")
 
@@ -31,6 +31,6 @@ def _skip_our_files() -> None:
             torch._dynamo.trace_rules.add(name)
 
 
-def attach(engine: Engine) -> None:
+def attach(engine: CheckedEngine) -> None:
     """Called with each engine that has its units."""
     engine.hooks.begin_step.append(leave_uncompiled)

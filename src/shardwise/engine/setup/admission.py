@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.errors import LayoutError
-from shardwise.fsdp.modules import UnitPlan
-from shardwise.fsdp.shard import CONTAINERS
+from shardwise.fsdp.shard import CONTAINERS, UnitPlan
 from shardwise.fsdp.sharded_parameter import ShardedParameter, sharded_of
 from shardwise.modules.memory import Extent, first_overlap
 

@@ -9,16 +9,15 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.extensions.custom_reduction import forget_dropped
 from shardwise.engine.lookup import take_engine
 from shardwise.engine.setup.copying import refuse_to_copy
 from shardwise.engine.setup.planners import Blocks
 from shardwise.errors import UsageError
 from shardwise.fsdp.collectives import Collectives
-from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.mesh import Mesh, build_mesh, spans_of
-from shardwise.fsdp.modules import UnitPlan
-from shardwise.fsdp.shard import Seams
+from shardwise.fsdp.shard import Seams, UnitPlan
 from shardwise.fsdp.strategy import Precision, Strategy
 from shardwise.fsdp.unit import Unit
 
@@ -28,7 +27,7 @@ T = TypeVar("T")
 class Adoption:
     """The units below one module that is being sharded."""
 
-    def __init__(self, model: nn.Module, below: Mapping[str, Engine]) -> None:
+    def __init__(self, model: nn.Module, below: Mapping[str, CheckedEngine]) -> None:
         """`below`: the engines of the modules that were sharded before, by the modules' names."""
         self.model = model
         self.below = below
@@ -159,7 +158,7 @@ def _of_units(precision: Precision) -> Precision:
     return Precision(param=precision.param, reduce=precision.reduce, master=precision.master, frozen=precision.frozen)
 
 
-def _common_mesh(below: Iterable[Engine], resharding: bool | int) -> Mesh | None:
+def _common_mesh(below: Iterable[CheckedEngine], resharding: bool | int) -> Mesh | None:
     """Return the mesh of an engine below, if possible one with a smaller group to reshard to. None if
     `resharding` asks for such a group and no engine has one."""
     meshes = [engine.mesh for engine in below]
@@ -168,7 +167,7 @@ def _common_mesh(below: Iterable[Engine], resharding: bool | int) -> Mesh | None
     return None if wants_more else found or meshes[0]
 
 
-def _units_of(model: nn.Module, below: Mapping[str, Engine]) -> list[Unit]:
+def _units_of(model: nn.Module, below: Mapping[str, CheckedEngine]) -> list[Unit]:
     """Return the units to be adopted. Raises UsageError if the model has only some of the modules of one unit."""
     units = [unit for engine in dict.fromkeys(below.values()) for unit in engine.units]
     here = set(model.modules())
@@ -183,7 +182,7 @@ def _units_of(model: nn.Module, below: Mapping[str, Engine]) -> list[Unit]:
     return units
 
 
-def _clear_up(engines: Iterable[Engine]) -> None:
+def _clear_up(engines: Iterable[CheckedEngine]) -> None:
     """Let modules hold their sharded parameters, whatever was interrupted.
 
     Raises UsageError inside `sw.unsharded`, and if gradients wait in slots that will be freed.

@@ -15,19 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
-from shardwise.fsdp.engine import Engine
-from shardwise.fsdp.modules import Site
-from shardwise.fsdp.parameter_group import Group
+from shardwise.fsdp.parameter_group import Group, Site
 from shardwise.fsdp.unit import Unit
 
 _DEEPCOPY = "__deepcopy__"
 
-Adopt = Callable[[nn.Module, Engine], None]
+Adopt = Callable[[nn.Module, CheckedEngine], None]
 
 
-def copy_deeply(module: nn.Module, engine: Engine, adopt: Adopt) -> None:
+def copy_deeply(module: nn.Module, engine: CheckedEngine, adopt: Adopt) -> None:
     """Make `copy.deepcopy(module)`, whose engine is `engine`, return another sharded model. No communication.
 
     `adopt`: called with every copy and its engine.
@@ -49,7 +48,7 @@ class _Nobody:
     removed."""
 
 
-def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, Any]) -> nn.Module:
+def _deepcopy(module: nn.Module, engine: CheckedEngine, adopt: Adopt, memo: dict[int, Any]) -> nn.Module:
     if not give_up_interrupted(engine) or engine.is_suspended:
         raise UsageError(
             "copy.deepcopy of a sharded model inside its forward or backward or inside sw.unsharded: leave that "
@@ -70,7 +69,9 @@ def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, A
         module.__dict__[_DEEPCOPY] = ours
     for below in replica.modules():
         _remove_hooks(below, nobody)
-    second = Engine(engine.mesh, engine.strategy, engine.precision, engine.slots, engine.resharding, engine.align)
+    second = CheckedEngine(
+        engine.mesh, engine.strategy, engine.precision, engine.slots, engine.resharding, engine.align
+    )
     ignored = [memo.get(id(parameter), parameter) for parameter in engine.ignored]
     second.install(_copied_units(engine, memo), replica, ignored)
     adopt(replica, second)
@@ -97,7 +98,7 @@ def _remove_hooks(module: nn.Module, nobody: _Nobody) -> None:
             del table[key]
 
 
-def _copied_units(engine: Engine, memo: Mapping[int, Any]) -> list[Unit]:
+def _copied_units(engine: CheckedEngine, memo: Mapping[int, Any]) -> list[Unit]:
     from shardwise.offload.stores import attach, of_owner  # not for models that are never copied
     from shardwise.sharded.extensions.few_bits import FewBitsParameter
 

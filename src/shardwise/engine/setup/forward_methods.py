@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.generation import in_rounds
 from shardwise.errors import UsageError
-from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.unit import Unit
 
 _REGISTERED = "_shardwise_forward_method"
@@ -79,7 +79,7 @@ def _as_forward(function: Any, name: str) -> Any:
     @functools.wraps(function)
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         engine, unit = _unit_around(module)
-        if engine.is_suspended or unit.calls.in_forward:
+        if engine.is_suspended or unit.in_forward:
             return function(module, *args, **kwargs)
         args, kwargs = engine.pre_forward(unit, args, kwargs)
         output = None
@@ -93,7 +93,7 @@ def _as_forward(function: Any, name: str) -> Any:
     return call
 
 
-def _unit_around(module: nn.Module) -> tuple[Engine, Unit]:
+def _unit_around(module: nn.Module) -> tuple[CheckedEngine, Unit]:
     """Return the module's engine, and the innermost unit that is the module or contains it."""
     engine = engines_of(module)[0]
     around = [unit for unit in engine.units if any(below is module for own in unit.modules for below in own.modules())]

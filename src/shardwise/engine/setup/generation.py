@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.comm.collective_log import SyncPoint
+from shardwise.engine.checked import CheckedEngine
 from shardwise.errors import CollectiveTimeout, MismatchError
-from shardwise.fsdp.collective_log import SyncPoint
-from shardwise.fsdp.engine import Engine
 
 _CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 """The names under which transformers' models take their cache."""
@@ -26,7 +26,7 @@ _GOES_ON, _PREPARES = "_has_unfinished_sequences", "prepare_inputs_for_generatio
 class _Rounds:
     """The rounds of one call of `generate` on this rank: the calls of the model that each add a token."""
 
-    def __init__(self, model: nn.Module, engine: Engine) -> None:
+    def __init__(self, model: nn.Module, engine: CheckedEngine) -> None:
         self._model, self._engine = model, engine
         self._goes_on: Any = getattr(model, _GOES_ON)
         self._prepare: Any = getattr(model, _PREPARES)
@@ -80,7 +80,7 @@ def is_generating(model: nn.Module) -> bool:
 
 
 @contextmanager
-def in_rounds(model: nn.Module, engine: Engine) -> Iterator[None]:
+def in_rounds(model: nn.Module, engine: CheckedEngine) -> Iterator[None]:
     """Within the block, `model.generate` continues on every rank until all ranks of the model have finished."""
     if not all(callable(getattr(type(model), name, None)) for name in (_GOES_ON, _PREPARES)):
         yield

@@ -12,13 +12,13 @@ from torch import nn
 from shardwise.engine.extensions.all_gather import ExtendedGroup
 from shardwise.engine.extensions.few_bits import BlockDtypes, BlockGroup
 from shardwise.engine.extensions.offloaded import gradients_in, offloaded
+from shardwise.engine.setup.agreement import agree_on_layout
 from shardwise.engine.setup.offloading import OffloadedGroups
 from shardwise.errors import ConfigError, LayoutError
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.mesh import Mesh
-from shardwise.fsdp.modules import Original, UnitPlan
-from shardwise.fsdp.parameter_group import Group
-from shardwise.fsdp.shard import agree_on_layout, dtypes_of
+from shardwise.fsdp.parameter_group import Group, Original
+from shardwise.fsdp.shard import UnitPlan, dtypes_of
 from shardwise.fsdp.strategy import Precision
 from shardwise.modules.deferred_init.deferral import is_deferred
 from shardwise.modules.deferred_init.materialize import draws_on_device

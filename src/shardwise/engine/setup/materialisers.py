@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from shardwise import device_tools
+from shardwise.engine.setup.agreement import agree_on_values, is_same
 from shardwise.errors import DifferentModelsError
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.mesh import Mesh
-from shardwise.fsdp.modules import UnitPlan, Values
-from shardwise.fsdp.shard import Planned, agree_on_values, is_same
+from shardwise.fsdp.parameter_group import Values
+from shardwise.fsdp.shard import Planned, UnitPlan
 from shardwise.modules.deferred_init.deferral import fill_nan_, have_no_numbers, is_deferred
 from shardwise.modules.deferred_init.materialize import draws_on_device, materialize
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.setup.forward_methods import register_generate
 from shardwise.errors import UsageError
-from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.sharded_parameter import ShardedParameter, sharded_of
 from shardwise.fsdp.unit import Unit
 from shardwise.sharded.extensions.offloaded import slice_of
@@ -35,7 +35,7 @@ def watch_state_dicts(model: nn.Module) -> None:
             module.register_load_state_dict_pre_hook(_before_loading)
 
 
-def tell_transformers(model: nn.Module, engine: Engine) -> None:
+def tell_transformers(model: nn.Module, engine: CheckedEngine) -> None:
     """Make `generate` gather parameters, and mark the modules whose forwards gather, as FSDP marks its own.
 
     transformers checks the first mark where ranks might call their modules different numbers of times: `generate`
@@ -49,7 +49,7 @@ def tell_transformers(model: nn.Module, engine: Engine) -> None:
             module.__dict__.update(dict.fromkeys(_MARKS, True))
 
 
-def give_up_interrupted(engine: Engine) -> bool:
+def give_up_interrupted(engine: CheckedEngine) -> bool:
     """Clear up after a forward that was interrupted or a backward that raised. Every rank must do so at the same point.
     Returns whether the engine is now between steps: False inside a forward or backward."""
     if not engine.forwards.are_over or torch._C._current_graph_task_id() != -1:
@@ -66,7 +66,7 @@ def _is_between_steps(module: nn.Module) -> bool:
         if parameter is None:
             continue
         sharded = parameter if isinstance(parameter, ShardedParameter) else sharded_of(parameter)
-        if sharded is not None and isinstance(sharded.unit, Unit) and isinstance(sharded.unit.listener, Engine):
+        if sharded is not None and isinstance(sharded.unit, Unit) and isinstance(sharded.unit.listener, CheckedEngine):
             return give_up_interrupted(sharded.unit.listener)
     return True
 

@@ -12,11 +12,10 @@ from shardwise.engine.extensions.offloaded import OffloadedGradient, gradients_i
 from shardwise.engine.setup.cores import share_cores
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.mesh import Mesh
-from shardwise.fsdp.modules import Original
-from shardwise.fsdp.parameter_group import Group
+from shardwise.fsdp.operations import attach_before
+from shardwise.fsdp.parameter_group import Group, Original
 from shardwise.fsdp.shard import Materialiser, PlainGroups, Planned, dtypes_of
 from shardwise.fsdp.sharded_parameter import Owner
-from shardwise.fsdp.step_hooks import attach_before
 from shardwise.fsdp.strategy import Precision
 from shardwise.offload.step_hook import put_last
 from shardwise.offload.stores import Stores, any_offloaded, attach

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
@@ -16,7 +17,6 @@ from shardwise.fsdp.shard import (
     Named,
     Planner,
     has_parameters,
-    large_ends,
     modules_below,
     outermost,
     repeated_blocks,
@@ -25,6 +25,9 @@ from shardwise.fsdp.shard import (
 TRANSFORMERS = "transformers"
 """Value of `units=` for the plan of a model of transformers."""
 Units = None | int | str | Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool]
+
+LARGE = 0.5
+"""An embedding or a head becomes a unit of its own if it has at least this share of the median unit's elements."""
 
 
 class GroupedUnit(nn.ModuleList):
@@ -205,3 +208,31 @@ def nesting(model: nn.Module, units: Iterable[nn.Module]) -> int:
         return below + (id(module) in inner)
 
     return max(0, deepest(model) - 1)
+
+
+def large_ends(model: nn.Module, chosen: Sequence[Named]) -> Sequence[Named]:
+    """Add embeddings and linear layers outside the chosen units that have at least `LARGE` of the median unit's
+    elements, and no parameter that stands in a second place as well."""
+    if not chosen:
+        return chosen
+    sizes = sorted(_numel(module) for _, module in chosen)
+    least = max(1, int(LARGE * sizes[len(sizes) // 2]))
+    inside = {id(module) for _, block in chosen for module in block.modules()}
+    shared = _shared_parameters(model)
+    large = modules_below(
+        model,
+        lambda fqn, module: (
+            isinstance(module, (nn.Embedding, nn.Linear))
+            and id(module) not in inside
+            and _numel(module) >= least
+            and not any(id(parameter) in shared for parameter in module.parameters())
+        ),
+    )
+    return [*chosen, *large]
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of parameters that stand in more than one place."""
+    held = (parameter for module in model.modules() for parameter in module._parameters.values())
+    counts = Counter(id(parameter) for parameter in held if parameter is not None)
+    return {key for key, count in counts.items() if count > 1}

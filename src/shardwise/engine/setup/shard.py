@@ -6,6 +6,7 @@ adapts the module's own methods afterwards. What a plain model does not need is 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,28 +15,30 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.lookup import engine_of, engines_by_name, set_engine
 from shardwise.engine.setup.admission import check_admissible
+from shardwise.engine.setup.agreement import agree_on_layout, agree_on_values, cut_equal
 from shardwise.engine.setup.copying import copy_deeply
 from shardwise.engine.setup.mesh_axes import Axes
 from shardwise.engine.setup.module_methods import refuse_conversions, tell_transformers, watch_state_dicts
 from shardwise.engine.setup.planners import Blocks, GroupedUnit, Units, nesting, planners_for
 from shardwise.engine.setup.torch_patches import install
-from shardwise.errors import ConfigError, LayoutError, UsageError
+from shardwise.errors import ConfigError, LayoutError, MeshError, UsageError
 from shardwise.fsdp import shard as shard_core
-from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.mesh import Mesh
-from shardwise.fsdp.modules import UnitPlan
-from shardwise.fsdp.shard import Seams
+from shardwise.fsdp.shard import Seams, UnitPlan
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.fsdp.strategy import LEAST_SLOTS, Precision, Strategy
 from shardwise.fsdp.unit import Unit
 from shardwise.modules.extended import is_tensor_parallel
 from shardwise.policy.checks import check_count, checked_align, checked_precision, checked_resharding
 from shardwise.policy.offload import Offload
+from shardwise.policy.strategies import strategy_of
 from shardwise.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -112,13 +115,14 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     Source: ZeRO (arXiv:1910.02054), PyTorch FSDP (arXiv:2304.11277).
     """
     install()
-    strategy = Strategy.parse(strategy)
+    strategy = strategy_of(strategy)
     tree = _checked_tree(model, slots, units)
     if next(tree.parameters(), None) is None:
         return model
     ignored, offload = _checked_ignored(ignored), _checked_offload(offload)
     precision, align = checked_precision(precision), checked_align(align)
     resharding = checked_resharding(reshard_after_forward)
+    _check_alone(mesh)
     mesh, over_tensor_axis = _divided(tree, mesh, strategy, tp_plan)
     adoption, below = None, engines_by_name(tree)
     if below:
@@ -136,9 +140,24 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         adoption.join(seams)
     with over_tensor_axis:
         engine = shard_core.shard(tree, strategy, mesh, precision, resharding, slots, align or 1, seams)
+    assert isinstance(engine, CheckedEngine)
     for module in [model] if isinstance(model, nn.Module) else model:
         _put_in_charge(module, engine)
     return model
+
+
+def _check_alone(mesh: object) -> None:
+    """Raise MeshError if a launcher started several ranks: without a process group each would train a model of its
+    own."""
+    if mesh is not None or (dist.is_available() and dist.is_initialized()):
+        return
+    rank, ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
+    if rank is not None and ranks.isdecimal() and int(ranks) > 1:
+        raise MeshError(
+            f"RANK={rank} and WORLD_SIZE={ranks} are set, as torchrun sets them, but there is no process group, so "
+            f"each of the {ranks} ranks would train a model of its own: call "
+            "torch.distributed.init_process_group(...) before sw.shard (or unset WORLD_SIZE, if that is what you want)"
+        )
 
 
 def _divided(
@@ -179,7 +198,8 @@ def _seams(
     adopts: bool,
 ) -> Seams:
     """Return what the arguments and the model ask of the core. `adopts`: some modules below are sharded already."""
-    seams = Seams([], ignored)
+    seams = Seams([], ignored, engine=CheckedEngine, agree=agree_on_layout, equalise=agree_on_values)
+    seams.materialise = cut_equal
     if isinstance(model, GroupedUnit):
         seams.reviews.append(_make_one)
     elif not isinstance(model, Blocks):
@@ -233,7 +253,7 @@ def _take_subclasses(seams: Seams, model: nn.Module, precision: Precision, offlo
     seams.reviews += [kind.stand_in for kind in kinds]
 
 
-def _put_in_charge(model: nn.Module, engine: Engine) -> None:
+def _put_in_charge(model: nn.Module, engine: CheckedEngine) -> None:
     """Let `engine` serve `model` from now on."""
     set_engine(model, engine)
     for unit in engine.units:

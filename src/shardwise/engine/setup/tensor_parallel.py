@@ -29,15 +29,15 @@ from shardwise.engine.extensions.tensor_parallel import (
     dtensor_of,
     local_of,
 )
+from shardwise.engine.setup.agreement import agree_on_values
 from shardwise.engine.setup.materialisers import SameRandomState
 from shardwise.engine.setup.tensor_adapters import place, set_aside
 from shardwise.engine.setup.tensor_random import RandomRegions
 from shardwise.errors import ConfigError, LayoutError, MeshError
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.mesh import Mesh
-from shardwise.fsdp.modules import Original, UnitPlan
-from shardwise.fsdp.parameter_group import Group
-from shardwise.fsdp.shard import agree_on_values, dtypes_of
+from shardwise.fsdp.parameter_group import Group, Original
+from shardwise.fsdp.shard import UnitPlan, dtypes_of
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.fsdp.torch_collectives import DryCollectives
 from shardwise.modules.adapters import base_of

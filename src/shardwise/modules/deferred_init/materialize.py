@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from shardwise.errors import LayoutError
-from shardwise.fsdp.modules import UnitPlan, Values, inherit
+from shardwise.fsdp.parameter_group import Values, inherit
+from shardwise.fsdp.shard import UnitPlan
 from shardwise.modules.deferred_init.builder import all_sites_of, record, sites_of
 from shardwise.modules.deferred_init.constructors import is_torchs
 from shardwise.modules.deferred_init.progress import DrawingProgress

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.fsdp.collectives import AllToAllPart, BufferKind, Collectives, Work
+from shardwise.comm.all_to_all import AllToAllPart, all_to_all
+from shardwise.fsdp.collectives import BufferKind, Collectives, Work
 from shardwise.fsdp.layout import round_up
 
 AHEAD = 2
@@ -92,7 +93,7 @@ class Lane:
         received = sum(part.nbytes for part in parts if part.target == rank)
         into = torch.empty(received, dtype=torch.uint8, device=self._group.device)
         coming = sorted((t for t in transfers if t.target == rank), key=lambda t: t.source)
-        return Arrivals(self._group.all_to_all(buffer, parts, into), into, coming, dtypes)
+        return Arrivals(all_to_all(self._group, buffer, parts, into), into, coming, dtypes)
 
 
 class Arrivals:

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.fsdp.strategy import Precision, Strategy, short_dtype_name
+from shardwise.fsdp.strategy import Precision, Strategy
 from shardwise.plan.hardware.machines import Machines
 from shardwise.plan.models.source import ModelSource
 from shardwise.policy.places import Places
+from shardwise.policy.precision import short_dtype_name
 from shardwise.policy.recomputation import Recomputation
 from shardwise.policy.settings import RUN, SEQ_LEN, RunSettings
 from shardwise.suggest import did_you_mean, divisors

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from shardwise.fsdp.strategy import short_dtype_name
 from shardwise.plan.dry_run.recording import GROUPED, Kernel, KernelKind, StepPhase
+from shardwise.policy.precision import short_dtype_name
 
 _NO_WORK = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"})
 """Operations that allocate memory and do not write it."""

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, Self
 from torch import nn
 
 from shardwise.engine.setup.planners import nesting, planners_for
-from shardwise.fsdp.modules import UnitPlan
-from shardwise.fsdp.shard import assign_parameters, choose_units
+from shardwise.fsdp.shard import UnitPlan, assign_parameters, choose_units
 from shardwise.fsdp.slots import size_classes
 from shardwise.fsdp.strategy import LEAST_SLOTS
 from shardwise.model_tools.classes import classes_named

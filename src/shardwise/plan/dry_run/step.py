@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
+from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.extensions.backward_steps import backward_steps
 from shardwise.engine.extensions.secondary_shards import secondary_pieces
 from shardwise.engine.lookup import require_engine
 from shardwise.engine.setup.shard import shard
 from shardwise.errors import PlanError, UserError, one_line
-from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.parameter_group import ParameterState
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.fsdp.slots import Slot, storage_key
@@ -255,7 +255,7 @@ def _follow_pieces(optimizer: AdamWInPieces, job: Job, recorder: Recorder) -> No
     optimizer.__dict__["_update"] = named
 
 
-def _blocks(engine: Engine) -> list[nn.Module]:
+def _blocks(engine: CheckedEngine) -> list[nn.Module]:
     """Return the blocks: the units of the most common class among units with submodules. Of an encoder and a decoder
     with as many blocks, the decoder's."""
     modules = [unit.module for unit in engine.units[1:] if next(unit.module.children(), None) is not None]
@@ -271,7 +271,7 @@ def _embeddings(model: nn.Module) -> int:
     return sum({id(t.weight): t.weight.numel() for t in tables if id(t.weight) not in elsewhere}.values())
 
 
-def _trace_engine(engine: Engine, recorder: Recorder) -> None:
+def _trace_engine(engine: CheckedEngine, recorder: Recorder) -> None:
     """Make units report to the recorder, and let it find the unit of a slot."""
     for unit in engine.units:
         _listen(unit, recorder)
@@ -321,7 +321,7 @@ def _units(job: Job, model: nn.Module) -> Any:
     return job.units if names is None else classes_named(model, names, "units")
 
 
-def _kinds(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+def _kinds(engine: CheckedEngine, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
     """Return the kind of each storage that the engine, the optimizer or the model's buffers hold, as in `sw.memory`."""
     kinds: dict[int, str] = {}
 

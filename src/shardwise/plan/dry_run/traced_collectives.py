@@ -8,8 +8,19 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from shardwise.fsdp.buffers import check_reductions, deliver, finishing_op, sent_parts, slice_of
-from shardwise.fsdp.collectives import FINISHED, AllToAllPart, Buffer, Combine, FlatSpan, Reduction, Work
+from shardwise.comm.all_to_all import AllToAllPart, sent_parts
+from shardwise.fsdp.collectives import (
+    FINISHED,
+    Buffer,
+    Combine,
+    FlatSpan,
+    Reduction,
+    Work,
+    check_reductions,
+    deliver,
+    finishing_op,
+    slice_of,
+)
 from shardwise.fsdp.mesh import Mesh
 from shardwise.fsdp.torch_collectives import DryCollectives
 from shardwise.plan.dry_run.job import Job

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shardwise import device_tools
 from shardwise.fsdp.collectives import BufferKind, Collectives, FlatSpan, Reduction
-from shardwise.fsdp.strategy import short_dtype_name
 from shardwise.fsdp.torch_collectives import collectives_for
 from shardwise.plan.hardware.devices import (
     Figure,
@@ -31,6 +30,7 @@ from shardwise.plan.hardware.devices import (
     find_device,
     with_usable_bytes,
 )
+from shardwise.policy.precision import short_dtype_name
 
 SOURCE = "measured by `shardwise plan --calibrate`"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.fsdp.strategy import short_dtype_name
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.report.report import amount, full_name
 from shardwise.plan.search.advice import Advice
@@ -16,6 +15,7 @@ from shardwise.plan.search.exploration import (
     needed_bytes,
 )
 from shardwise.plan.simulate.forecast import Cost
+from shardwise.policy.precision import short_dtype_name
 
 
 def advice_sentences(advice: Sequence[Advice]) -> list[str]:

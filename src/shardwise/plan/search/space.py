@@ -11,6 +11,7 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.fsdp.strategy import Strategy
 from shardwise.plan.dry_run.job import Job
 from shardwise.policy.recomputation import Recomputation
+from shardwise.policy.strategies import strategy_of
 
 LARGEST_MICRO_BATCH = 64
 """The largest micro-batch that a search tries on its own; `largest_micro_batch` goes on."""
@@ -110,7 +111,7 @@ def _shardings(
     if strategies is None and base.engine_ranks == 1:
         frees = base.offload is not None and base.offload.params is not None  # full_shard frees gathered slots
         strategies = (Strategy.FULL_SHARD,) if frees else (Strategy.NO_SHARD,)
-    asked = list(dict.fromkeys(Strategy.parse(strategy) for strategy in (strategies or tuple(Strategy))))
+    asked = list(dict.fromkeys(strategy_of(strategy) for strategy in (strategies or tuple(Strategy))))
     takes_groups = [strategy for strategy in asked if strategy.sharded and strategy.replicated]
     if groups is not None and strategies is None:
         asked = takes_groups  # because a shard group was asked for

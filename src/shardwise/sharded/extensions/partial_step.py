@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.errors import UsageError
+from shardwise.fsdp.operations import IS_PART
 from shardwise.fsdp.sharded_parameter import Owner, ShardedParameter
-from shardwise.fsdp.step_hooks import IS_PART
 from shardwise.sharded.extensions.offloaded import slice_of
 
 Selected = list[list[Tensor]]

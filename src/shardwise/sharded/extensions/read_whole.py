@@ -7,33 +7,35 @@ that cannot be computed on pieces stays refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, cast
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
-from shardwise.errors import NotOnPiecesError
+from shardwise.errors import NotOnPiecesError, UsageError
 from shardwise.fsdp.operations import Elementwise
-from shardwise.fsdp.sharded_parameter import (
-    Handler,
-    ShardedParameter,
-    add_methods,
-    are_in_backward,
-    refuse_penalty,
-    wrap_operations,
-)
+from shardwise.fsdp.sharded_parameter import Handler, ShardedParameter, wrap_operations
+from shardwise.registry import registered
 
 _READ = "_shardwise_read"
 """Attribute of a parameter that operations have read whole, so that backward formulas do too: what `.grad` holds
 otherwise, while autograd puts the parameter's gradient there."""
 _HOOKED = "_shardwise_gives_back"
+_WATCHED = "_shardwise_own_gradient"
+
+
+LENDER = "reads"
+"""Seam: the `Lender` of units."""
 
 
 class Lender(Protocol):
-    """A unit, as far as it lends its parameters."""
+    """What lends the parameters of units."""
 
     def whole(self, parameter: ShardedParameter) -> Tensor | None:
         """Return the full parameter, in the dtype that modules compute in, for one operation; None if no forward or
@@ -43,11 +45,16 @@ class Lender(Protocol):
         """Take this rank's full gradient of a sharded parameter, from an operation that read it. In backward."""
 
 
+@cache
+def _lender() -> Lender:
+    (lender,) = registered(LENDER)
+    return cast(Lender, lender)
+
+
 def attach() -> None:
     """Compute on wholes what cannot be computed on pieces."""
     wrap_operations(_wrap)
     Elementwise.check = _check
-    add_methods(take_own_gradient=_take_own_gradient)
 
 
 def trains(sharded: ShardedParameter) -> bool:
@@ -105,7 +112,7 @@ def _wholes(tree: Any) -> Any:
         if not isinstance(value, ShardedParameter) or missing:
             return value
         parameter = value.parameter
-        full = None if parameter is None or parameter.unit is None else cast(Lender, parameter.unit).whole(parameter)
+        full = None if parameter is None or parameter.unit is None else _lender().whole(parameter)
         missing = full is None
         if parameter is not None:
             parameter.__dict__.setdefault(_READ, None)
@@ -115,11 +122,32 @@ def _wholes(tree: Any) -> Any:
     return None if missing else found
 
 
-def _take_own_gradient(parameter: ShardedParameter, grad: Tensor) -> None:
+# Gradients of sharded parameters themselves ---------------------------------------------------------------------------
+
+# They come from operations that read the whole, or from a loss that computes with a parameter outside its model's
+# forward, a norm as a penalty: that would need each rank's coefficient or the whole parameter, so it is refused.
+
+
+def hook_gradient(parameter: ShardedParameter) -> None:
+    """From now on take what autograd brings to the sharded parameter itself, not to the one that modules compute with.
+    A second call does nothing."""
+    if _WATCHED in parameter.__dict__:
+        return
+    this = weakref.ref(parameter)  # the garbage collector cannot see through a tensor's hooks
+
+    def take(grad: Tensor) -> None:
+        sharded = this()
+        assert sharded is not None
+        _take_gradient(sharded, grad)
+
+    parameter.__dict__[_WATCHED] = Tensor.register_hook(parameter, take)  # type: ignore[no-untyped-call]
+
+
+def _take_gradient(parameter: ShardedParameter, grad: Tensor) -> None:
     """Pass the gradient of a parameter that was read on to its unit. Raises UsageError for one that was not read."""
     if _READ not in parameter.__dict__ or isinstance(grad, ShardedParameter):
         refuse_penalty(parameter.fqn)
-    cast(Lender, parameter.unit).take_gradient(parameter, grad)
+    _lender().take_gradient(parameter, grad)
     if _HOOKED not in parameter.__dict__:
         parameter.__dict__[_HOOKED] = Tensor.register_post_accumulate_grad_hook(parameter, _give_back)  # type: ignore[no-untyped-call]
     parameter.__dict__[_READ], parameter.grad = parameter.grad, None  # autograd would add to `.grad`
@@ -129,3 +157,32 @@ def _give_back(parameter: Tensor) -> None:
     """Restore `.grad`, after autograd has put a gradient there that the parameter's unit has taken already."""
     parameter.grad = parameter.__dict__[_READ]
     parameter.__dict__[_READ] = None
+
+
+_in_hooks: list[None] = []
+"""Not empty while gradients are written."""
+
+
+@contextmanager
+def hooks_run() -> Iterator[None]:
+    """Inside, users' hooks and optimizers' steps run on gradients that are reduced already: on pieces."""
+    _in_hooks.append(None)
+    try:
+        yield
+    finally:
+        _in_hooks.pop()
+
+
+def are_in_backward() -> bool:
+    """Whether a backward formula of autograd is running: a backward is under way that records nothing, and no hooks run
+    (`hooks_run`)."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not _in_hooks
+
+
+def refuse_penalty(fqn: str) -> NoReturn:
+    """Raise the UsageError for a loss that computes with a sharded parameter outside the model's forward."""
+    raise UsageError(
+        f"the loss computes with the sharded parameter {fqn!r} outside the model's forward, as a penalty on its norm "
+        "does: use the optimizer's weight_decay, compute the term in the model's forward, or call "
+        "sw.unshard(model) before the loss is computed"
+    )

@@ -22,6 +22,10 @@ _WAY_OUT = (
 )
 
 
+_PLACEHOLDER = "_shardwise_waiting"
+"""Attribute of a parameter: its placeholder, made when it is first needed."""
+
+
 def attach() -> None:
     """Let lists of gradients hold placeholders."""
     types_of_lists.append(WaitingGradient)
@@ -51,9 +55,9 @@ class WaitingGradient(ShardedParameter):
     @classmethod
     def show(cls, parameter: ShardedParameter) -> None:
         """Put the parameter's placeholder into its `.grad`, over a gradient that was reduced before."""
-        waiting = parameter.waiting
+        waiting = parameter.__dict__.get(_PLACEHOLDER)
         if waiting is None:
-            waiting = parameter.waiting = cls(parameter)
+            waiting = parameter.__dict__[_PLACEHOLDER] = cls(parameter)
         assert isinstance(waiting, cls)
         if parameter.grad is not waiting:
             waiting._covered, parameter.grad = parameter.grad, waiting
@@ -63,7 +67,7 @@ class WaitingGradient(ShardedParameter):
     @classmethod
     def hide(cls, parameter: ShardedParameter) -> None:
         """Put what the placeholder covers back into `.grad`, unless the user took the placeholder out of it."""
-        waiting = parameter.waiting
+        waiting = parameter.__dict__.get(_PLACEHOLDER)
         if isinstance(waiting, cls):
             if parameter.grad is waiting:
                 parameter.grad = waiting._covered
@@ -72,7 +76,7 @@ class WaitingGradient(ShardedParameter):
     @classmethod
     def was_dropped(cls, parameter: ShardedParameter) -> bool:
         """Whether the placeholder was shown and the user took it out of `.grad`."""
-        waiting = parameter.waiting
+        waiting = parameter.__dict__.get(_PLACEHOLDER)
         return isinstance(waiting, cls) and waiting._is_shown and parameter.grad is not waiting
 
     @property

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.fsdp.strategy import short_dtype_name
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.models.source import ModelSource
 from shardwise.plan.models.transformers_models import complete_config, model_and_config
+from shardwise.policy.precision import short_dtype_name
 from shardwise.policy.settings import RUN, tree_of
 from shardwise.train.config.files import config_of
 from shardwise.train.config.schema import RANDOM, UNSET, Config, ModelConfig

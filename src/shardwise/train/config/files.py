@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from shardwise.errors import ConfigError
-from shardwise.fsdp.strategy import OTHER_NAMES
+from shardwise.policy.strategies import OTHER_NAMES
 from shardwise.suggest import did_you_mean
 from shardwise.toml_text import toml_text
 from shardwise.train.config.schema import Config, Section, SourceConfig

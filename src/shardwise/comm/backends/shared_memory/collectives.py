@@ -16,30 +16,26 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shardwise.comm.all_to_all import AllToAllPart, received_parts, sent_parts
 from shardwise.comm.backends.rank_order_sum import RankOrderSum, pieces_of, shares
 from shardwise.comm.backends.shared_memory.counters import JOURNAL_LINES, Counter, Journal, Watch
 from shardwise.comm.backends.shared_memory.segment import Segment, make_private
 from shardwise.comm.backends.signature import sign
 from shardwise.comm.store_channel import timeout_s
-from shardwise.fsdp.buffers import (
-    POISON_BYTE,
-    NoStreams,
-    check_reductions,
-    poison_asked,
-    received_parts,
-    sent_parts,
-    slice_of,
-)
 from shardwise.fsdp.collectives import (
     FINISHED,
-    AllToAllPart,
+    POISON_BYTE,
     Buffer,
     BufferKind,
     ChainedWork,
     Combine,
     FlatSpan,
+    NoStreams,
     Reduction,
     Work,
+    check_reductions,
+    poison_asked,
+    slice_of,
 )
 
 if TYPE_CHECKING:

@@ -15,22 +15,16 @@ import json
 import math
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from shardwise.errors import CollectiveTimeout, MismatchError, one_line
-
-if TYPE_CHECKING:
-    from shardwise.fsdp.collectives import Collectives, Combine
-    from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.collectives import Collectives, Combine
+from shardwise.fsdp.mesh import FIRST_UNIT_LABEL, Agreement, Mesh, greatest_of
 
 SAME_ORDER = (
     "Every rank must call the same units in the same order, in forward and in backward; a batch that one rank skips, "
     "all must skip."
 )
 ALL_OR_NONE = "What one rank abandons, all must abandon: let the error end the run, or skip the step on every rank."
-_FIRST_UNIT_LABEL = 16
 _HEAD = struct.Struct("<QqQq")
 """The least hash and its rank, the greatest and its rank."""
 _PRIME, _MASK = 0x100000001B3, (1 << 64) - 1
@@ -75,12 +69,12 @@ _WORDS = {
 }
 
 
-class CollectiveLog:
+class CollectiveLog(Agreement):
     """The log of what this rank issued since all ranks last agreed, and the means to agree."""
 
     def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
         self._mesh = mesh
-        self._groups = [group for group in (mesh.shard, mesh.replicate) if group.world_size > 1]
         self._rank = mesh.replicate.rank * mesh.shard.world_size + mesh.shard.rank
         self.says = 0
         """A number from 0 to 255 that this rank tells the others whenever they compare."""
@@ -120,20 +114,10 @@ class CollectiveLog:
         """
         for axis in axes:
             everyone = axis.exchange(alike, lambda left, right: left if left == right else b"")
-            if axis.world_size > 1 and everyone and axis not in self._groups:
+            if axis.world_size > 1 and everyone and axis not in self.groups:
                 axis.labels.update({int(point): words for point, words in _WORDS.items()})
-                self._groups.append(axis)
+                self.groups.append(axis)
                 self._rank = self._rank * axis.world_size + axis.rank
-
-    @staticmethod
-    def gather_label(unit_index: int) -> int:
-        """Return the label of a collective that gathers the unit."""
-        return _FIRST_UNIT_LABEL + 2 * unit_index
-
-    @staticmethod
-    def reduce_label(unit_index: int) -> int:
-        """Return the label of a collective that reduces the unit's gradients."""
-        return _FIRST_UNIT_LABEL + 2 * unit_index + 1
 
     def note(self, label: int) -> None:
         """Note that this rank issues a collective with this label. No communication."""
@@ -149,7 +133,7 @@ class CollectiveLog:
     @property
     def ranks(self) -> int:
         """Number of ranks that compare."""
-        return math.prod(group.world_size for group in self._groups)
+        return math.prod(group.world_size for group in self.groups)
 
     @property
     def last_in_words(self) -> str:
@@ -201,6 +185,10 @@ class CollectiveLog:
         self.heard = received[_HEAD.size]
         return received[_HEAD.size + 1 :]
 
+    def greatest(self, flags: bytes) -> bytes:
+        """See `Agreement.greatest`. Ranks compare what they issued as well."""
+        return self.agree(SyncPoint.BACKWARD_END, flags)
+
     def is_any(self, flag: bool, point: SyncPoint) -> bool:
         """Return whether the flag is set on any rank. Every rank must call this at the same points."""
         return self.exchange(bytes([flag]), max, point) != b"\0"
@@ -210,11 +198,11 @@ class CollectiveLog:
         this at the same points. `combine`: see `Collectives.exchange`."""
         self.has_abandoned = False
         self.shared, self._last = self.shared + 1, point
-        for position, group in enumerate(self._groups):
+        for position, group in enumerate(self.groups):
             try:
                 message = group.exchange(message, combine, point)
             except BaseException:
-                for other in self._groups[position + 1 :]:
+                for other in self.groups[position + 1 :]:
                     other.abandon()  # its ranks wait for this one
                 raise
         return message
@@ -226,10 +214,10 @@ class CollectiveLog:
             self._reason = self._reason or f"{type(error).__name__}: {error}"
         else:
             self._reason = "" if error is None else one_line(error, with_type=True)
-        for group in self._groups:
+        for group in self.groups:
             group.abandon(self._reason)
         self.has_abandoned = True
-        alone = [label for label in self._entries if label < _FIRST_UNIT_LABEL]
+        alone = [label for label in self._entries if label < FIRST_UNIT_LABEL]
         self._forget()
         for label in (*alone, LocalEvent.ABANDONED):
             self._append(label)
@@ -245,7 +233,7 @@ class CollectiveLog:
         )
         rests = {rank: logs[rank][position:] for rank in sorted((one, other))}
         first, second = (f"rank {rank} {self._words(rest, reasons[rank])}" for rank, rest in rests.items())
-        is_alone = any(rest and rest[0] < _FIRST_UNIT_LABEL for rest in rests.values())
+        is_alone = any(rest and rest[0] < FIRST_UNIT_LABEL for rest in rests.values())
         advice = ALL_OR_NONE if is_alone else SAME_ORDER
         raise MismatchError(f"ranks did different things before {_WORDS[point]}: {first}, {second}. {advice}")
 
@@ -267,10 +255,9 @@ def _combine(left: bytes, right: bytes) -> bytes:
     flags."""
     a, b = _HEAD.unpack_from(left), _HEAD.unpack_from(right)
     head = _HEAD.pack(*min(a[:2], b[:2]), *max(a[2:], b[2:]))
-    ours, theirs = (np.frombuffer(text, dtype=np.uint8, offset=_HEAD.size) for text in (left, right))
-    if len(ours) != len(theirs):  # the hashes differ as well
-        return head
-    return head + np.maximum(ours, theirs).tobytes()
+    ours, theirs = left[_HEAD.size :], right[_HEAD.size :]
+    # Messages of different lengths have different hashes as well.
+    return head + greatest_of(ours, theirs) if len(ours) == len(theirs) else head
 
 
 def _merged(left: bytes, right: bytes) -> bytes:
