@@ -205,7 +205,7 @@ class Accelerator(accelerate.Accelerator):
         """Raise UsageError: every rank of a sharded model must take part in every step."""
         raise UsageError(
             "join_uneven_inputs is not supported, because sharded ranks step together: keep even_batches=True, so "
-            "that all ranks have data"
+            "that all ranks have data, or iterate over sw.join(model, batches), where ranks may run out"
         )
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
