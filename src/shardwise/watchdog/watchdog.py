@@ -21,8 +21,9 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
@@ -129,11 +130,12 @@ class Watchdog:
         self._seconds, self._ends = seconds, bool(os.environ.get(VARIABLE))
         self._answer_s = max(_LEAST_ANSWER_S, _ANSWERS * seconds)
         store: Any = distributed_c10d._world.pg_map[group][1]
-        self._store = PrefixStore(f"shardwise/watchdog/{Watchdog.made}", store.clone())
+        own = PrefixStore(f"shardwise/watchdog/{Watchdog.made}", store.clone())
         Watchdog.made += 1
-        self._line = _line_to(self._store)
+        self._line = _line_to(own)
         if self._line is not None:  # else the clone may be the store itself
-            self._store.set_timeout(timedelta(seconds=_STORE_S))
+            own.set_timeout(timedelta(seconds=_STORE_S))
+        self._store: Any = _TimelyStore(own)
         self._logs: tuple[weakref.ref[CollectiveLog], ...] = ()
         self._shared: weakref.WeakKeyDictionary[CollectiveLog, int] = weakref.WeakKeyDictionary()
         """By engine's log: how much this rank had shared when it was last looked at."""
@@ -179,7 +181,7 @@ class Watchdog:
         self._ended.set()
         if self._pid == os.getpid() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=_STORE_S)
-            with contextlib.suppress(RuntimeError):  # one that ended in peace is not missing
+            with contextlib.suppress(RuntimeError, OSError):  # one that ended in peace is not missing
                 if self._line is not None and not _is_closed(self._line):
                     self._store.delete_key(f"here/{self.rank}")
         if self._line is not None:
@@ -372,7 +374,7 @@ class Watchdog:
             ]
         _say(lines)
         deadline = time.monotonic() + self._answer_s
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, OSError):
             ended = self._store.add(f"ended/{number}", 1)
             while ended < len(_able(statuses)) and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -402,6 +404,39 @@ class Watchdog:
             return
         _say([words])
         os._exit(_STATUS)
+
+
+class _TimelyStore:
+    """A store that takes at most `_STORE_S` to answer, else raises ConnectionError. torch's waits for ever where its
+    host is cut off, in most of its methods. One thread at a time may call it."""
+
+    def __init__(self, store: PrefixStore) -> None:
+        self._store = store
+        self._asking: threading.Thread | None = None
+        """The thread of the last call, which stays behind if there is no answer."""
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return partial(self._call, getattr(self._store, method))
+
+    def _call(self, method: Callable[..., Any], *arguments: object) -> Any:
+        answers: list[Any] = []
+        errors: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                answers.append(method(*arguments))
+            except BaseException as error:
+                errors.append(error)
+
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=ask, name="shardwise watchdog's store", daemon=True)
+            self._asking.start()
+            self._asking.join(_STORE_S)
+        if errors:
+            raise errors[0]
+        if not answers:
+            raise ConnectionError
+        return answers[0]
 
 
 def _window() -> int:
