@@ -4,8 +4,8 @@
 
 The hosts are network namespaces of this machine with two CPU ranks each, joined by a veth pair (`tests/hosts/rig.py`);
 `tc` sets the rate of the link. Strategies take turns in the same processes. The hardware of the forecast is what
-`shardwise plan --calibrate` measures on both hosts at once, as they share this machine's cores in training too; the
-rate of the link is the one that was set. Needs root, iproute2 and util-linux.
+`shardwise plan --calibrate --quick` measures on both hosts at once, as they share this machine's cores in training too;
+the rate of the link is the one that was set. Needs root, iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from benchmarks.common import facts, report
 from benchmarks.common.target import Target, paired_ratio
 from benchmarks.plans.planner_here import FedGPT
 from benchmarks.steps.expected import gpt_units
-from tests.hosts.job import BATCH, SIZES
+from tests.hosts.job import BATCH, SHAPE
 from tests.hosts.rig import Host, Hosts, NoHosts, across_bytes
 
 JOB = Path(__file__).parents[2] / "tests" / "hosts" / "job.py"
-SIZE = "larger"
 STRATEGIES = ("full_shard", "hybrid_shard")
 FASTER, ERROR = 1.5, 0.2
 
 
 def build() -> FedGPT:
     """Return the model of `tests/hosts/job.py`, for the planner."""
-    return FedGPT(SIZES[SIZE])
+    return FedGPT(SHAPE)
 
 
 def together(hosts: Sequence[Host], commands: Sequence[list[str]], folder: Path) -> None:
@@ -51,7 +50,7 @@ def together(hosts: Sequence[Host], commands: Sequence[list[str]], folder: Path)
 def measured(hosts: Sequence[Host], rounds: int, steps: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return what each turn of each strategy took."""
     out = folder / "found.json"
-    program = [str(JOB), SIZE, ",".join(STRATEGIES * rounds), str(steps), str(out)]
+    program = [str(JOB), ",".join(STRATEGIES * rounds), str(steps), str(out)]
     together(hosts, [host.torchrun(*program, first=hosts[0]) for host in hosts], folder)
     found = json.loads(out.read_text(encoding="utf-8"))
     return {strategy: [turn for turn in found if turn["strategy"] == strategy] for strategy in STRATEGIES}
@@ -60,7 +59,7 @@ def measured(hosts: Sequence[Host], rounds: int, steps: int, folder: Path) -> di
 def calibrated(hosts: Sequence[Host], folder: Path) -> Path:
     """Calibrate both hosts at once; return the hardware file of the first."""
     files = [folder / f"{host.name}.toml" for host in hosts]
-    plan = [sys.executable, "-m", "shardwise", "plan", "--calibrate", "--output"]
+    plan = [sys.executable, "-m", "shardwise", "plan", "--calibrate", "--quick", "--output"]
     together(hosts, [[*plan, str(file)] for file in files], folder)
     return files[0]
 
@@ -74,7 +73,7 @@ def forecast_s(strategy: str, hardware: Path, mbit: float) -> float:
         nodes=2,
         interconnect=f"{mbit / 1000:g}gbps",
         strategy=strategy,
-        seq_len=SIZES[SIZE].seq,
+        seq_len=SHAPE.seq,
         micro_batch=BATCH,
     )
     return float(forecast.step_time_s)
@@ -92,7 +91,7 @@ def compare(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]],
             step_s = {name: [median(turn["step_s"]) for turn in ours] for name, ours in turns.items()}
             forecast = {name: forecast_s(name, hardware, mbit) for name in STRATEGIES}
             for name, ours in turns.items():
-                sent, wanted = median(turn["sent"] for turn in ours), across_bytes(gpt_units(SIZES[SIZE]), name)
+                sent, wanted = median(turn["sent"] for turn in ours), across_bytes(gpt_units(SHAPE), name)
                 step = f"{median(step_s[name]):.3f}"
                 rows.append(
                     [

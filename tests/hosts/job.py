@@ -1,4 +1,4 @@
-"""One rank of a job on several hosts, which measures strategies in turn: `python job.py SIZE STRATEGY,... STEPS OUT`.
+"""One rank of a job on several hosts, which measures strategies in turn: `python job.py STRATEGY,... STEPS OUT`.
 
 Rank 0 writes to OUT, for each turn in order, what it took: seconds of each step, and the bytes that its host sent and
 received over eth0 in a step."""
@@ -16,10 +16,7 @@ import torch.distributed as dist
 import shardwise as sw
 from benchmarks.common.gpt import GPT, GPTShape, batch
 
-SIZES = {
-    "small": GPTShape(layers=4, width=256, heads=4, vocab=2048, seq=32),
-    "larger": GPTShape(layers=6, width=384, heads=6, vocab=4096, seq=64),
-}
+SHAPE = GPTShape(layers=4, width=256, heads=4, vocab=2048, seq=32)
 WARM_UP = 2
 BATCH = 1
 
@@ -34,9 +31,9 @@ def carried_bytes() -> tuple[int, int]:
     raise AssertionError("this host has no eth0")
 
 
-def measure(shape: GPTShape, strategy: str, steps: int) -> dict[str, object]:
+def measure(strategy: str, steps: int) -> dict[str, object]:
     """Train for some steps and return what they took. Every rank must call this."""
-    model = sw.shard(GPT(shape), strategy)
+    model = sw.shard(GPT(SHAPE), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     seconds, before = [], (0, 0)
     for step in range(WARM_UP + steps):
@@ -44,7 +41,7 @@ def measure(shape: GPTShape, strategy: str, steps: int) -> dict[str, object]:
             dist.barrier()
             before = carried_bytes()
         began = time.perf_counter()
-        model(*batch(shape, BATCH, dist.get_rank(), step)).backward()
+        model(*batch(SHAPE, BATCH, dist.get_rank(), step)).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step >= WARM_UP:
@@ -55,10 +52,10 @@ def measure(shape: GPTShape, strategy: str, steps: int) -> dict[str, object]:
 
 
 def main() -> None:
-    size, strategies, steps, out = sys.argv[1:]
+    strategies, steps, out = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = [measure(SIZES[size], strategy, int(steps)) for strategy in strategies.split(",")]
+    found = [measure(strategy, int(steps)) for strategy in strategies.split(",")]
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
