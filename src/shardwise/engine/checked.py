@@ -36,6 +36,7 @@ from shardwise.fsdp.parameter_group import ParameterState
 from shardwise.fsdp.saved_tensors import Place
 from shardwise.fsdp.schedule import Call, ForwardPass
 from shardwise.fsdp.sharded_parameter import Owner
+from shardwise.fsdp.slots import size_classes
 from shardwise.fsdp.unit import Arguments, Unit
 from shardwise.registry import registered
 
@@ -119,6 +120,15 @@ def _on_dropped(engine: weakref.ref[CheckedEngine], _: object) -> None:
         held.backward_raised()
 
 
+def _order_of(units: Sequence[Unit]) -> bytes:
+    """Return what decides, beside the model, in which order a rank issues its collectives: which units are pinned, and
+    which share slots because their sizes are similar. Ranks of a tensor axis with uneven parts may differ in it."""
+    gathered = [(index, unit.parameters.unsharded_bytes) for index, unit in enumerate(units)]
+    reduced = [(index, unit.gradients.reduce_bytes) for index, unit in enumerate(units)]
+    shared = [[one.members for one in size_classes(sizes, len)] for sizes in (gathered, reduced)]
+    return repr(([unit.parameters.is_pinned for unit in units], shared)).encode()
+
+
 class CheckedEngine(Engine):
     """The engine of one sharded model, for a world in which steps raise and ranks differ."""
 
@@ -148,7 +158,7 @@ class CheckedEngine(Engine):
         """As in the base class. Every rank must call this."""
         self.log.name_units([unit.fqn for unit in units])
         axes = dict.fromkeys(axis for unit in units for group in unit.groups for axis in group.axes)
-        self.log.watch([*axes], bytes(1 + unit.parameters.is_pinned for unit in units))
+        self.log.watch([*axes], _order_of(units))
         super().install(units, model, ignored)
         for attach in registered(SEAM):
             attach(self)
