@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--restarts", type=int, default=3)
     parser.add_argument("--cpu", action="store_true", help="ranks without GPUs")
     parser.add_argument("--storage", type=Path, default=Path("runs/ray"), help="where Ray keeps its own files")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     trainer = TorchTrainer(
         train,
         train_loop_config={
