@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
@@ -160,6 +161,16 @@ def _lines(path: str) -> list[str]:
 def name(device: torch.device) -> str:
     """Return the accelerator's name, as its manufacturer gives it."""
     return str(_module(device).get_device_name(device))
+
+
+def library_versions(device: torch.device) -> dict[str, str]:
+    """Return the versions of the libraries under torch that a device uses; none on the CPU."""
+    if device.type == "cpu":
+        return {}
+    found = {"cuda": str(torch.version.cuda or torch.version.hip)}
+    if accelerators.backend_for(device) == "nccl" and dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
 
 
 def identity(device: torch.device) -> str | None:

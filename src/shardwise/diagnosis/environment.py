@@ -15,9 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from shardwise import accelerators, device_tools
+from shardwise import device_tools
 from shardwise.diagnosis.result import Checks, Finding
 from shardwise.tables import format_bytes
 from shardwise.together import Together
@@ -219,11 +218,7 @@ def _versions(device: torch.device) -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    if device.type != "cpu":
-        found["cuda"] = str(torch.version.cuda or torch.version.hip)
-        if accelerators.backend_for(device) == "nccl" and dist.is_nccl_available():
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+    return found | device_tools.library_versions(device)
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:
