@@ -275,6 +275,9 @@ class CheckedEngine(Engine):
     def _exit_forward(self, place: Place, failure: BaseException | None) -> None:
         """Agree with the other ranks after an outermost forward, then let go of the unit."""
         _, call = place
+        over = [call]
+        for hook in self.hooks.end_forward:  # before ranks wait for one another
+            over[:0] = hook(place, failure is not None)
         if failure is not None and call.recompute:  # a checkpoint stops when it has what it needs
             for end_call in self.hooks.end_call:
                 end_call(place, False)
@@ -288,12 +291,9 @@ class CheckedEngine(Engine):
         if failure is not None and isinstance(failure, MismatchError | CollectiveTimeout):
             self.show_sharded()  # ranks are out of step: a wait for peers would never end
             return
-        for hook in self.hooks.end_forward:
-            for ended in hook(place, failure is not None):
-                if ended.unit.is_idle:
-                    self._leave_forward(ended.unit, ended)
-        if call.unit.is_idle:
-            self._leave_forward(call.unit, call)
+        for ended in over:
+            if ended.unit.is_idle:
+                self._leave_forward(ended.unit, ended)
 
     def _end_call(self, place: Place, has_backward: bool) -> None:
         for hook in self.hooks.end_call:

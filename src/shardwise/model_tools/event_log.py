@@ -27,6 +27,7 @@ from shardwise.fsdp.unit import Unit
 FORWARD, BACKWARD, RECOMPUTE = "forward", "backward", "recompute"
 COPY, CLAIM, ADVANCE = "copy", "claim", "advance"
 _OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange")
+"""What is recorded of collectives that have it: torch's have no all_to_all of their own."""
 _LEAST_NS = 20_000
 """Calls that only may take time are recorded if they took this long."""
 
@@ -148,7 +149,7 @@ def _attach_to_group(group: Collectives, names: dict[int, str], log: EventLog, s
         label = next((given for given in reversed((*args, *kwargs.values())) if isinstance(given, int)), 0)
         return names.get(label, group.labels.get(label, "")), ranks
 
-    for op in _OPS:
+    for op in (op for op in _OPS if hasattr(group, op)):
         stack.enter_context(shadowed(group, op, partial(_called, op=op, log=log, purpose=purpose)))
     for what in (CLAIM, ADVANCE):
         stack.enter_context(shadowed(group, what, partial(_timed, what=what, log=log)))

@@ -7,6 +7,7 @@ rank. A rank without one is given a batch again, runs what the others run, and i
 
 from __future__ import annotations
 
+import copy
 import pickle
 import struct
 from collections.abc import Generator, Iterable, Iterator
@@ -22,7 +23,7 @@ from shardwise.comm.collective_log import CollectiveLog, SyncPoint
 from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.extensions.any_units import any_units_of
 from shardwise.engine.lookup import engines_of
-from shardwise.errors import UsageError
+from shardwise.errors import UsageError, one_line
 from shardwise.fsdp.gradients import Key
 from shardwise.fsdp.unit import Unit
 
@@ -42,6 +43,9 @@ def join(model: nn.Module, batches: Iterable[B], any_units: bool = False) -> Joi
             (loss_of(model(tokens), targets) * weight).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+    A batch's backward belongs into its own iteration, and nothing may read ahead of the loop: let the loader prefetch,
+    below `sw.join`. Loops over one model may be nested, as an evaluation in a step; they may not take turns.
 
     A rank that has run out is given its last batch again (one that never had any, another rank's first). It runs the
     same code, since each rank holds a part of all weights, but none of its gradients is added to those of the others.
@@ -102,28 +106,52 @@ class Joined(Generic[B]):
         if self._is_iterating:
             raise UsageError("two loops at once over one sw.join: call sw.join for each")
         self._is_iterating = True
+        loops = _loops_of(self._engines[0])
+        loops.append(self)
         try:
             with ExitStack() as stack:
                 for engine in self._engines if self._any_units else ():
                     stack.enter_context(any_units_of(engine).allowed())
-                yield from self._joined()
+                yield from self._joined(loops)
         finally:
             self._is_iterating = self.is_out = False
-            self._log.says = 0
+            loops.remove(self)
 
-    def _joined(self) -> Generator[B, None, None]:
+    def _joined(self, loops: list[Joined[Any]]) -> Generator[B, None, None]:
+        """`loops`: those over this model that are under way, outermost first."""
         log, source = self._log, iter(self._batches)
-        upcoming = next(source, _END)
-        batch, go_on = self._shared_first(upcoming)
-        while go_on:
-            self.is_out = upcoming is _END
-            if not self.is_out:
-                batch, upcoming = upcoming, next(source, _END)
-            log.says, log.heard = int(upcoming is not _END), None
-            with _left_out(self._engines if self.is_out else ()):
-                yield batch
-            # None: ranks have compared nothing in this step.
-            go_on = log.is_any(upcoming is not _END, SyncPoint.NEXT_BATCH) if log.heard is None else log.heard > 0
+        outer = log.says, log.heard
+        try:
+            upcoming = self._next(source)
+            batch, go_on = self._shared_first(upcoming)
+            while go_on:
+                self.is_out = upcoming is _END
+                if not self.is_out:
+                    batch = upcoming
+                    upcoming = self._next(source)
+                stand_in = _copied(batch) if upcoming is _END else None  # as it is before the loop changes it
+                log.says, log.heard = int(upcoming is not _END), None
+                with _left_out(self._engines, self.is_out):
+                    yield batch
+                if loops[-1] is not self:
+                    raise UsageError(
+                        "two loops of sw.join over one model take turns: end the inner one before the outer one goes "
+                        "on, or join an iterable of both loops' batches, such as zip(a, b)"
+                    )
+                # None: ranks have compared nothing in this step.
+                go_on = log.is_any(upcoming is not _END, SyncPoint.NEXT_BATCH) if log.heard is None else log.heard > 0
+                batch = batch if stand_in is None else stand_in
+        finally:
+            if loops[-1] is self:  # else one that began later goes on
+                log.says, log.heard = outer
+
+    def _next(self, source: Iterator[B]) -> Any:
+        """Return the next batch, or `_END`. What reading one raises is told to the other ranks, which wait."""
+        try:
+            return next(source, _END)
+        except BaseException as error:
+            self._log.abandon(error)
+            raise
 
     def _shared_first(self, own: Any) -> tuple[Any, bool]:
         """Return this rank's first batch, or that of another rank if it has none; and whether any rank has one. Every
@@ -134,11 +162,21 @@ class Joined(Generic[B]):
         is_any_without, giver = _FIRST.unpack(told)
         if not is_any_without or giver == _NOBODY:
             return own, giver != _NOBODY
-        sent = pickle.dumps(tree_map(_sent, own)) if log.rank == giver else b""
+        sent = self._pickled(own) if log.rank == giver else b""
         received = log.exchange(sent, lambda left, right: left or right, SyncPoint.NEXT_BATCH)
         if own is _END:
             own = tree_map(partial(_received, self._engines[0]), pickle.loads(received))
         return own, True
+
+    def _pickled(self, batch: Any) -> bytes:
+        try:
+            return pickle.dumps(tree_map(_sent, batch))
+        except Exception as error:
+            self._log.abandon(error)
+            raise UsageError(
+                "sw.join: a rank has no batch at all, and another one's cannot be sent to it, because it cannot be "
+                f"pickled: {one_line(error, with_type=True)}"
+            ) from error
 
 
 _FIRST = struct.Struct("<?q")
@@ -155,6 +193,26 @@ def _added(left: bytes, right: bytes) -> bytes:
     return _COUNT.pack(_COUNT.unpack(left)[0] + _COUNT.unpack(right)[0])
 
 
+def _loops_of(engine: CheckedEngine) -> list[Joined[Any]]:
+    """Return the loops over a model that are under way, outermost first."""
+    found = engine.attached(_Loops) or engine.attach(_Loops())
+    return found.under_way
+
+
+class _Loops:
+    """What an engine keeps of the loops that join its ranks."""
+
+    def __init__(self) -> None:
+        self.under_way: list[Joined[Any]] = []
+
+
+def _copied(batch: Any) -> Any:
+    """Return a batch in containers of its own, whatever a loop takes out of the one it was given. Tensors are the
+    same."""
+    inside = tree_map(lambda value: value, batch)
+    return copy.copy(batch) if inside is batch and not isinstance(batch, Tensor) else inside
+
+
 class _OnDevice:
     """A tensor of another rank's device, on its way."""
 
@@ -163,7 +221,11 @@ class _OnDevice:
 
 
 def _sent(value: Any) -> Any:
-    return _OnDevice(value) if isinstance(value, Tensor) and value.device != accelerators.CPU else value
+    if not isinstance(value, Tensor):
+        return value
+    if value.device != accelerators.CPU:
+        return _OnDevice(value)
+    return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value  # a part is pickled as a whole
 
 
 def _received(engine: CheckedEngine, value: Any) -> Any:
@@ -171,12 +233,17 @@ def _received(engine: CheckedEngine, value: Any) -> Any:
 
 
 @contextmanager
-def _left_out(engines: Iterable[CheckedEngine]) -> Iterator[None]:
-    """Within the block, leave out this rank's gradients of the engines' models: they count as zeros."""
+def _left_out(engines: Iterable[CheckedEngine], is_out: bool) -> Iterator[None]:
+    """Within the block, leave out this rank's gradients of the engines' models if it has run out: they count as zeros.
+    Else take them, also inside the loop of another one that has."""
     before = [(engine, engine.collect) for engine in engines]
     try:
-        for engine, _ in before:
-            engine.collect = partial(_leave_out, engine)
+        for engine, collect in before:
+            taken = collect.func is _leave_out if isinstance(collect, partial) else False
+            if is_out and not taken:
+                engine.collect = partial(_leave_out, engine)
+            elif taken and not is_out:
+                engine.collect = engine.reducer.add
         yield
     finally:
         for engine, collect in before:

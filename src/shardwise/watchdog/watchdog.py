@@ -429,9 +429,13 @@ class _TimelyStore:
                 errors.append(error)
 
         if self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=ask, name="shardwise watchdog's store", daemon=True)
-            self._asking.start()
-            self._asking.join(_STORE_S)
+            asking = threading.Thread(target=ask, name="shardwise watchdog's store", daemon=True)
+            try:
+                asking.start()
+            except RuntimeError:  # Python 3.12 starts no thread while it ends
+                return method(*arguments)
+            self._asking = asking
+            asking.join(_STORE_S)
         if errors:
             raise errors[0]
         if not answers:

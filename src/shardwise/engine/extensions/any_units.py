@@ -83,6 +83,7 @@ class AnyUnits:
 
     def __init__(self, engine: CheckedEngine) -> None:
         self._engine = engine
+        self._is_allowed = False
         self._is_playing = False
         self._ends_with_backward = False
         """Whether a gradient may flow through the call that is played, which ends now."""
@@ -95,7 +96,11 @@ class AnyUnits:
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
-        """Within the block, ranks may use different units. Every rank must enter and leave it between steps."""
+        """Within the block, ranks may use different units. Every rank must enter and leave it between steps. It may be
+        inside another one."""
+        if self._is_allowed:
+            yield
+            return
         hooks, reads = self._engine.hooks, manual_unshard(self._engine)
         attached: tuple[tuple[list[Any], Any], ...] = (
             (hooks.begin_forward, self._begin),
@@ -105,12 +110,14 @@ class AnyUnits:
             (hooks.end_backward, self._finish),
         )
         before = reads.before_read
+        self._is_allowed = True
         try:
             for hook_list, hook in attached:
                 hook_list.append(hook)
             reads.before_read = self._read
             yield
         finally:
+            self._is_allowed = False
             reads.before_read = before
             for hook_list, hook in attached:
                 hook_list.remove(hook)
