@@ -16,6 +16,7 @@ from ray.train.torch import TorchTrainer
 
 def train(asked: dict[str, Any]) -> None:
     """Train as one rank. Ray has made the process group."""
+    os.environ.setdefault("SHARDWISE_HANG_TIMEOUT_S", "60")
     from shardwise.train import trainer
     from shardwise.train.config.files import load
 

@@ -19,6 +19,7 @@ shift 2
 
 # Ranks that wait for one that stands still, or is cut off, end after so many seconds.
 export SHARDWISE_HANG_TIMEOUT_S="${SHARDWISE_HANG_TIMEOUT_S:-60}"
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280  # seconds for the last save; torchrun kills ranks after 30 otherwise
 # A host that was lost and started anew can join again (https://github.com/pytorch/pytorch/issues/135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -469,3 +470,37 @@ def accumulating() -> dict[str, Any]:
         return loss
 
     return {"step": step}
+
+
+class Adapted(nn.Module):
+    """A low-rank adapter whose second factor is zero: the first one has no gradient yet. And a layer of torch's own
+    that keeps a list of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(4, 4, batch_first=True)
+        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.recurrent(x)
+        return (hidden + self.up(self.down(x))).square().mean()
+
+
+@dataclass
+class Rows:
+    x: Tensor
+
+
+def adapted() -> dict[str, Any]:
+    def rows(rank: int, step: int) -> Rows:
+        return Rows(torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(10 * step + rank)))
+
+    def step(model: nn.Module, optimizer: Optimizer, batch: Rows) -> Tensor:
+        loss: Tensor = model(batch.x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return {"build_model": Adapted, "batch_fn": rows, "step": step, "steps": 3}

@@ -44,7 +44,7 @@ FAULTS = {
 }
 """By fault: the check that fails first, what it is about, and its words."""
 
-RIGHT = ("right", "on_meta", "with_dropout", "in_bf16", "every_strategy", "expected", "accumulating")
+RIGHT = ("right", "on_meta", "with_dropout", "in_bf16", "every_strategy", "expected", "accumulating", "adapted")
 
 
 def _diagnosed(ranks: Any, name: str) -> Diagnosis:

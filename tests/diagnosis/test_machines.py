@@ -66,6 +66,9 @@ def test_a_slow_link_and_a_slow_rank_are_named() -> None:
     slow = {pair: 2.0 if 2 in pair else rate for pair, rate in rates.items()}
     assert [one.fqn for one in slow_links(slow)] == ["rank 2"]
     assert [one.fqn for one in slow_ranks([10.0, 9.0, 2.5])] == ["rank 2"]
+    assert [one.fqn for one in slow_ranks([10.0, 2.5])] == ["rank 1"]
+    bridged = {(0, 1): 100.0, (2, 3): 100.0, (0, 2): 25.0, (0, 3): 25.0, (1, 2): 25.0, (1, 3): 25.0}
+    assert list(slow_links(bridged)) == []
 
 
 def test_a_wrong_answer_of_a_collective_is_named(ranks: Any) -> None:

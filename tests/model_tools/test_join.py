@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise.errors import MismatchError, UsageError
+from shardwise.engine.lookup import require_engine
+from shardwise.errors import CollectiveTimeout, MismatchError, UsageError
 from shardwise.model_tools.reduction import reduce_waiting
 from tests.engine.cases import AT_MOST_TWO_AND_FOUR, MIXED, collectives
 from tests.engine.rig import Block, Net, Twins, adamw, count, on_ranks, recording, seeded, squares
@@ -252,6 +253,95 @@ def test_a_rank_that_leaves_the_loop_alone_is_told_apart() -> None:
 
     with pytest.raises(MismatchError):
         leave_early()
+
+
+@on_ranks(2)
+def test_loops_may_be_inside_one_another() -> None:
+    for any_units in (False, True):
+        _evaluate_in_each_step(any_units)
+
+
+def _evaluate_in_each_step(any_units: bool) -> None:
+    """Loops over batches to train on and to evaluate on are both uneven."""
+    model = sw.shard(seeded(Net))
+    x, rank = torch.ones(2, 4), dist.get_rank()
+    norms, evaluated = [], 0
+    outer = sw.join(model, [x] * (1 + 2 * rank), any_units=any_units)
+    for each in outer:
+        squares(model, each).backward()
+        norms.append(sw.clip_grad_norm_(model, 1e9).item())
+        model.zero_grad()
+        with torch.no_grad():
+            for inner in sw.join(model, [x] * (2 - rank), any_units=any_units):
+                squares(model, inner)
+                evaluated += 1
+        assert outer.is_out == (not rank and len(norms) > 1)
+    assert (len(norms), evaluated) == (3, 6)
+    assert norms[1:] == pytest.approx([norms[0] / 2] * 2)  # rank 0 has run out: its gradients are zeros
+
+
+@on_ranks(2)
+def test_loops_that_take_turns_are_refused_and_leave_nothing_behind() -> None:
+    model = sw.shard(seeded(Net))
+    x = torch.ones(2, 4)
+
+    def norm() -> float:
+        squares(model, x).backward()
+        found = sw.clip_grad_norm_(model, 1e9).item()
+        model.zero_grad()
+        return found
+
+    alone = norm()
+
+    def take_turns() -> None:
+        for _ in zip(sw.join(model, [x] * 3), sw.join(model, [x] * 5), strict=False):
+            norm()
+
+    with pytest.raises(UsageError, match="over one model take turns"):
+        take_turns()
+    assert norm() == alone
+
+
+@on_ranks(2)
+def test_a_stand_in_is_whole_and_a_part_of_a_tensor_is_sent_as_a_part() -> None:
+    model = sw.shard(seeded(Net))
+    many = torch.randn(2**20, 4)
+    rows = [{"x": many[at : at + 2], "y": at} for at in range(3)]
+    sizes: list[int] = []
+    log = require_engine(model).log
+    own = log.exchange
+
+    def exchange(data: bytes, *rest: Any) -> bytes:
+        sizes.append(len(data))
+        return own(data, *rest)
+
+    log.exchange = exchange  # type: ignore[method-assign]
+    given = []
+    for batch in sw.join(model, rows if dist.get_rank() else []):
+        given.append(batch.pop("y"))
+        squares(model, batch.pop("x")).backward()
+    assert given == ([0, 1, 2] if dist.get_rank() else [0, 0, 0])
+    assert max(sizes) < 10_000
+
+
+@on_ranks(2, timeout_s=30)
+def test_what_reading_a_batch_raises_is_told_to_the_others() -> None:
+    model = sw.shard(seeded(Net))
+    x = torch.ones(2, 4)
+
+    def loader() -> Iterator[Tensor]:
+        yield x
+        if dist.get_rank():
+            raise OSError("row 7 is no picture")
+        yield x
+        yield x
+
+    def train() -> None:
+        for each in sw.join(model, loader()):
+            squares(model, each).backward()
+
+    with pytest.raises((OSError, CollectiveTimeout, MismatchError), match="row 7 is no picture"):
+        train()
 
 
 @on_ranks(1)

@@ -20,6 +20,7 @@ from shardwise.errors import ConfigError, UserError
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.train import trainer
 from shardwise.train.config.files import load
+from shardwise.train.loss import RecentLosses
 from tests.ranks import RankPools
 from tests.train.rig import furnish, read, train
 
@@ -293,3 +294,15 @@ def test_a_resumed_run_knows_the_losses_before_a_spike(folder: Path) -> None:
 def test_a_limit_below_the_median_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="skip_spikes_above"):
         load("tiny.toml", [f"train.skip_spikes_above={value}"])
+
+
+def test_losses_that_stay_high_are_trained_on_again() -> None:
+    recent, skipped = RecentLosses(2.0), 0
+    for step in range(1, 101):
+        loss = 1.0 if step <= 40 else 2.5
+        skipped += loss > recent.limit(step)
+        recent.add(step, loss)
+    assert skipped == 17
+    for step in range(101, 140):
+        recent.add(step, -1.0)
+    assert recent.limit(140) == math.inf

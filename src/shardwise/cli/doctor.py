@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.process.exit import Exit
-from shardwise.errors import UserError
+from shardwise.errors import UserError, one_line
 from shardwise.policy.strategies import strategy_of
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def doctor(  # noqa: PLR0913, PLR0917 - one for each option
         place = Path(name)
         written, count = None, ranks or gpus or DEFAULT_CPU_RANKS
         if config is not None:
-            fixed = int(os.environ["WORLD_SIZE"]) if launched else ranks
+            fixed = _whole_number("WORLD_SIZE") if launched else ranks
             loaded = _loaded(config, [*(overrides or ()), *([f"parallel.ranks={fixed}"] if fixed else [])], gpus)
             loaded = loaded.model_copy(update={"model": _shrunk(loaded.model, layers, place)})
             count, written = loaded.parallel.ranks, place / "config.toml"  # type: ignore[assignment]
@@ -114,6 +114,14 @@ def _loaded(config: Path, overrides: list[str], gpus: int) -> "Config":
     return settled.model_copy(update={"train": train, "model": model})
 
 
+def _whole_number(variable: str) -> int:
+    """Return an environment variable of torchrun's. Raises UserError if it is no number."""
+    value = os.environ[variable]
+    if not value.isdecimal():
+        raise UserError(f"{variable}={value!r} is no number of ranks: torchrun sets it")
+    return int(value)
+
+
 def _shrunk(model: "ModelConfig", layers: int, place: Path) -> "ModelConfig":
     """Return a transformers model with at most so many layers; 0 leaves it as it is, as any other model.
 
@@ -130,10 +138,16 @@ def _shrunk(model: "ModelConfig", layers: int, place: Path) -> "ModelConfig":
         text = found.get_text_config()
         if getattr(text, "num_hidden_layers", 0) <= layers:
             return model
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[:layers]
-        text.num_hidden_layers = layers
-        found.save_pretrained(place)
+        try:
+            if getattr(text, "layer_types", None):
+                text.layer_types = text.layer_types[:layers]
+            text.num_hidden_layers = layers
+            found.save_pretrained(place)
+        except Exception as error:
+            raise UserError(
+                f"{model.path} cannot be shortened to {layers} layers ({one_line(error, with_type=True)}): take all of "
+                "them with --layers 0"
+            ) from None
         _say(f"{model.path}: {layers} layers of it, with random weights (--layers 0 for all)")
         return model.model_copy(update={"path": str(place / "config.json")})
     values = dict(model.config or {})

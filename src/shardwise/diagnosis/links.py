@@ -160,7 +160,8 @@ def slow_links(rates: Mapping[Pair, float]) -> Iterator[Finding]:
             best = format_bytes(max(rates[pair] for pair in own))
             words = f"none of its links has more than {best}/s, others have {format_bytes(usual)}/s"
             yield Finding(f"rank {rank}", f"{words}: look at its host's network, or leave it out")
-    for pair in sorted(slow - blamed):
+    median = statistics.median(ordered)  # where few links are fast by design, as bridges of two, others are no fault
+    for pair in sorted(pair for pair in slow - blamed if rates[pair] * _SLOW < median):
         words = f"{format_bytes(rates[pair])}/s, others have {format_bytes(usual)}/s: look at what connects them"
         yield Finding(f"ranks {pair[0]} and {pair[1]}", words, {"bytes_per_s": rates[pair]})
 
@@ -181,9 +182,9 @@ def _check_pace(checks: Checks, collectives: Collectives) -> None:
 
 
 def slow_ranks(rates: Sequence[float]) -> Iterator[Finding]:
-    """Yield a finding for each rank that computes far slower than the median. `rates`: by rank."""
-    median = statistics.median(rates)
+    """Yield a finding for each rank that computes far slower than the median of the others. `rates`: by rank."""
     for rank, rate in enumerate(rates):
-        if rate * _SLOW < median:
-            words = f"computes at {rate / median:.0%} of the median: look at its clocks, heat and other processes"
+        others = [*rates[:rank], *rates[rank + 1 :]]
+        if others and rate * _SLOW < (median := statistics.median(others)):
+            words = f"computes at {rate / median:.0%} of the others: look at its clocks, heat and other processes"
             yield Finding(f"rank {rank}", f"{words}; all ranks go at its pace", {"flops": rate})

@@ -26,6 +26,8 @@ _FINE, _COARSE = (1e-4, 1e-3), (3e-2, 0.15)
 """Relative differences of losses and of gradients that are rounding; coarse if units compute or reduce in 16 bits."""
 _SMALL = 1e-2
 """Of all gradients' norm: a smaller gradient may be off by as much as one of this share."""
+_NORM = 0.05
+"""Relative difference of norms that is rounding, also in 16 bits: a sum of squares averages it out."""
 _MOST_LOST = 0.5
 """Share of elements in 16 bits that may stay as they were in spite of a gradient."""
 _COMPARED = 2**16
@@ -201,19 +203,25 @@ def _check_gradients(checks: Checks, trained: _Trained, reference: Reference) ->
     factor = next((one for one in factors if math.isfinite(one)), 1.0)
     clipped = "" if factor > 1 - trained.rounding else f", clipped to {factor:.3g}"
     words = f"of {len(pairs)} parameters as unsharded{clipped}"
-    found = _gradient_findings(trained, reference, pairs, factors[trained.subject.rank] * total)
+    found = _gradient_findings(trained, reference, pairs, factor, total)
     checks.conclude("gradients", found, words, {"factor": factor})
     norms = _norm_findings(trained, reference, factors, total)
     checks.conclude("gradient norm", norms, f"{total:.4g}, the same on all ranks", {"norm": total})
 
 
 def _gradient_findings(
-    trained: _Trained, reference: Reference, pairs: Mapping[str, tuple[Tensor, Tensor]], total: float
+    trained: _Trained,
+    reference: Reference,
+    pairs: Mapping[str, tuple[Tensor, Tensor]],
+    factor: float,
+    total: float,
 ) -> Iterator[Finding]:
-    """total: norm of all gradients that the optimizer should be handed."""
+    """factor: by which ranks clip; total: norm of all gradients before that."""
     rank, handed = trained.subject.rank, trained.steps[0].handed or {}
     everything = sum(float(b.square().sum()) for _, b in pairs.values())
-    factor = sum(float((a * b).sum()) for a, b in pairs.values()) / (everything or 1.0)
+    if everything:  # a rank may clip by a factor of its own, which is told apart
+        factor = sum(float((a * b).sum()) for a, b in pairs.values()) / everything
+    total *= factor
     for fqn, (ours, theirs) in pairs.items():
         scale, off = float(theirs.norm()) * abs(factor), float((ours - factor * theirs).norm())
         if not off <= trained.rounding * (scale + _SMALL * abs(total)):
@@ -226,7 +234,7 @@ def _gradient_findings(
 
 def _norm_findings(trained: _Trained, reference: Reference, factors: list[float], total: float) -> Iterator[Finding]:
     """Yield what shows that a norm is of one rank's pieces: ranks scale by other factors, or the step returns it."""
-    ours, rounding = trained.steps[0], 10 * trained.rounding
+    ours, rounding = trained.steps[0], min(10 * trained.rounding, _NORM)
     known = [factor for factor in factors if math.isfinite(factor)]
     if known and max(known) - min(known) > rounding * max(map(abs, known)):
         each = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(factors))

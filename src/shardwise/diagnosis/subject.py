@@ -120,7 +120,7 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 def digest(value: Any) -> str:
     """Return a text that is equal if and only if two batches are, as far as tensors, arrays and plain values go."""
-    state = xxhash.xxh3_64()
+    state, seen = xxhash.xxh3_64(), set[int]()
 
     def note(text: str) -> None:
         state.update(f"{text};".encode())
@@ -139,8 +139,11 @@ def digest(value: Any) -> str:
             note(str(len(one)))
             for each in one:
                 add(each)
+        elif hasattr(one, "__dict__") and not isinstance(one, type) and id(one) not in seen:
+            seen.add(id(one))  # a dataclass, or an object of a collator's
+            add(vars(one))
         else:
-            note(repr(one) if isinstance(one, str | bytes | int | float) else type(one).__name__)
+            note(repr(one) if isinstance(one, str | bytes | int | float | np.generic) else type(one).__name__)
 
     add(value)
     return state.hexdigest()

@@ -92,7 +92,7 @@ class Whole:
     def _average(self, parameter: nn.Parameter, before: Tensor | None, was_reached: bool) -> None:
         with torch.no_grad():
             old = parameter.grad if before is None and not was_reached else before
-            added = torch.zeros_like(parameter, dtype=torch.float32)
+            added = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
             if was_reached and parameter.grad is not None:
                 added += parameter.grad
                 if before is not None:

@@ -159,7 +159,7 @@ def _hidden(model: nn.Module) -> Iterator[Finding]:
     """Yield attributes of modules that hold a parameter beside those which modules register."""
     memory = {p.untyped_storage().data_ptr(): fqn for fqn, p in model.named_parameters() if p.numel()}
     registered = {id(p) for p in model.parameters()}
-    own = {"_parameters", "_buffers", "_modules"}
+    own = {"_parameters", "_buffers", "_modules", "_flat_weights"}  # the last: of torch's RNNs, which renew it
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             where = f"{name}.{key}".lstrip(".")

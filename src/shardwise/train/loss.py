@@ -86,24 +86,27 @@ _RECENT, _FEWEST = 32, 8
 
 
 class RecentLosses:
-    """The losses of the last steps that were taken, beside which another one may be a spike."""
+    """The losses of the last steps, beside which another one may be a spike. Those of steps that were left out count,
+    so that training goes on where losses stay high."""
 
     def __init__(self, ratio: float) -> None:
         """ratio: times their median is the highest loss that is none; 0 = no loss is one."""
         self.ratio = ratio
-        self.losses: deque[float] = deque(maxlen=_RECENT)
+        self.losses: deque[tuple[int, float]] = deque(maxlen=_RECENT + 1)
+        """(step, loss), in order."""
 
-    @property
-    def limit(self) -> float:
-        """The loss above which a step is left out; infinite for the first few steps."""
-        if not self.ratio or len(self.losses) < _FEWEST:
+    def limit(self, step: int) -> float:
+        """Return the loss above which a step is left out; infinite for the first few steps, and where losses are not
+        above 0. The step before does not count, since its loss may not have come from the device yet."""
+        known = [loss for number, loss in self.losses if number < step - 1][-_RECENT:]
+        if not self.ratio or len(known) < _FEWEST or (median := statistics.median(known)) <= 0:
             return math.inf
-        return self.ratio * statistics.median(self.losses)
+        return self.ratio * median
 
-    def add(self, loss: float) -> None:
-        """Note the loss of a step that was taken."""
+    def add(self, step: int, loss: float) -> None:
+        """Note the loss of a step."""
         if math.isfinite(loss):
-            self.losses.append(loss)
+            self.losses.append((step, loss))
 
 
 class LossFunction:

@@ -88,8 +88,7 @@ def _held(one: Tensor | None) -> Tensor | None:
 
 
 def _is_bad(values: object) -> bool:
-    """Whether a floating-point tensor among the values has a number that is not finite."""
-    return any(
-        isinstance(one, Tensor) and one.is_floating_point() and not bool(torch.isfinite(one.detach()).all())
-        for one in tree_leaves(values)
-    )
+    """Whether a floating-point tensor among the values has a number that is not finite, on this rank: of DTensors, only
+    its own part is looked at, since ranks do not look at the same places."""
+    local = [getattr(one, "_local_tensor", one) for one in tree_leaves(values) if isinstance(one, Tensor)]
+    return any(one.is_floating_point() and not bool(torch.isfinite(one.detach()).all()) for one in local)

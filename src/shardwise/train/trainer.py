@@ -416,7 +416,7 @@ class Trainer:
         if resumed.extra.get("scaler"):
             self.scaler.load_state_dict(resumed.extra["scaler"])
         self.skipped_steps = resumed.extra.get("skipped_steps", 0)
-        self.recent.losses.extend(resumed.extra.get("recent_losses", ()))
+        self.recent.losses.extend((number, loss) for number, loss in resumed.extra.get("recent_losses", ()))
         for path in resumed.set_aside:
             self.console.say(f"a newer checkpoint is damaged and has been set aside: {path}")
         if resumed.step < train.steps:
@@ -441,7 +441,7 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "evaluated": evaluated,
             "skipped_steps": self.skipped_steps,
-            "recent_losses": [*self.recent.losses],
+            "recent_losses": [[*each] for each in self.recent.losses],
             "best": self.best.to_json(),
             "param_dtype": self.config.parallel.param_dtype,
             "ranks_per_slice": self.ranks.per_slice,
@@ -479,15 +479,15 @@ class Trainer:
         """Wait for a step's results and return its metrics. Every rank must call this."""
         loss = self.ranks.sum([taken.nll() * self.ranks.counts])[0] / taken.targets
         grad_norm = taken.grad_norm()
-        self._check_finite(taken, loss, grad_norm)
-        if loss > taken.limit:
+        self.recent.add(taken.step, loss)
+        if not self._is_finite(taken, loss, grad_norm):
+            self.skipped_steps += 1
+        elif loss > taken.limit:
             self.skipped_steps += 1
             self.console.say(
                 f"step {taken.step}: loss {loss:.4f} is above {taken.limit:.4f}, {self.recent.ratio:g} times the "
                 f"median of the last steps: the step is skipped ({self.skipped_steps} so far)"
             )
-        else:
-            self.recent.add(loss)
         now_s = time.perf_counter()
         elapsed_s = now_s - max(taken.start_s, self.last_read_s)  # it may have started before the previous one ended
         self.last_read_s = now_s
@@ -539,7 +539,7 @@ class Trainer:
         nll = self._accumulate(batches, StepWeights(targets, len(batches), self.ranks.token_ranks))
         self.scaler.unscale_(self.optimizer)
         grad_norm = self._clip()
-        limit = self.recent.limit
+        limit = self.recent.limit(step + 1)
         skips = self._not_finite(nll, grad_norm)
         if limit < math.inf:
             skips = torch.maximum(skips, self._is_above(nll, limit * targets))
@@ -633,16 +633,16 @@ class Trainer:
             nll += loss.nll_sum.detach()
         return nll
 
-    def _check_finite(self, taken: TakenStep, loss: float, grad_norm: float | None) -> None:
-        """Count a step that was not taken because its loss or gradient norm is not finite, or raise UserError, as
-        `train.on_nonfinite` says. Both numbers are global, so all ranks decide alike.
+    def _is_finite(self, taken: TakenStep, loss: float, grad_norm: float | None) -> bool:
+        """Whether the loss and the gradient norm of a step are finite. If not, it was not taken: say so, or raise
+        UserError, as `train.on_nonfinite` says. Both numbers are global, so all ranks decide alike.
 
         With a loss scaler, an infinite gradient norm ends no run: the scaler skips such steps while it looks for its
         scale. Where backward takes the steps, the step has been taken by now.
         """
         norm_is_finite = grad_norm is None or math.isfinite(grad_norm)
         if math.isfinite(loss) and norm_is_finite:
-            return
+            return True
         train, step = self.config.train, taken.step
         found = f"step {step}: loss {loss:g}" + ("" if grad_norm is None else f", gradient norm {grad_norm:g}")
         searching = self.scaler.is_enabled() and math.isfinite(loss)
@@ -654,9 +654,9 @@ class Trainer:
                 f"{found}: training has diverged{where}; lower train.lr ({train.lr:g}), raise train.warmup_steps or "
                 f"set train.clip{skip}{kept}"
             )
-        self.skipped_steps += 1
         if not searching:
-            self.console.say(f"{found}: the step is skipped ({self.skipped_steps} so far)")
+            self.console.say(f"{found}: the step is skipped ({self.skipped_steps + 1} so far)")
+        return False
 
     def _where_it_began(self, taken: TakenStep) -> str:
         """Compute a step that was not taken again, and return where its numbers stop being finite. Every rank must call

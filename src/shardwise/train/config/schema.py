@@ -295,8 +295,8 @@ class TrainConfig(Section):
     """What happens if the loss or the gradient norm is not finite. It is found before the optimizer's step, which is
     then not taken: "stop" ends the run; "skip" goes on with the next batch, and counts the step in `metrics.jsonl`."""
     skip_spikes_above: Annotated[float, Field(ge=0)] = 0.0
-    """Leave a step out, with its batch, if its loss is above this many times the median loss of the last 32 steps that
-    were taken; 0 = off. It is found before the optimizer's step, and counted in `metrics.jsonl`."""
+    """Leave a step out, with its batch, if its loss is above this many times the median loss of the last 32 steps;
+    0 = off. It is found before the optimizer's step, and counted in `metrics.jsonl`."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations; 0 = after the last step only."""
     best_by: Annotated[str, Field(min_length=1)] = "loss"
