@@ -375,6 +375,10 @@ def in_bf16() -> dict[str, Any]:
     return {"shard": shard}
 
 
+def local_norm_in_bf16() -> dict[str, Any]:
+    return {**in_bf16(), **local_norm()}
+
+
 def every_strategy() -> dict[str, Any]:
     return {"strategies": ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard")}
 
