@@ -3,6 +3,8 @@
 Each round starts the command of a user, waits until some steps have been taken, and then, at a random moment, kills a
 rank, kills the launcher, kills all of it at once, stops a rank for a while, or asks the run to end (SIGTERM).
 Losses and weights are compared bit by bit. A round fails if a process outlives its run by four minutes.
+
+python benchmarks soak --rounds 300
 """
 
 from __future__ import annotations

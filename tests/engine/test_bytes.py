@@ -37,7 +37,7 @@ BLOCK = (WIDTH, WIDTH, (2 * WIDTH + 1) * WIDTH, 2 * WIDTH + 1, WIDTH * (2 * WIDT
 ROOT = (4 * WIDTH, WIDTH, WIDTH * 101, 101)
 UNITS = (ROOT, *[BLOCK] * DEPTH)
 PARAMETERS = sum(map(len, UNITS))
-AGREEMENT_BYTES = 32
+AGREEMENT_BYTES = 33
 """Bytes of the message by which ranks agree that they did the same: two hashes with their ranks."""
 HEADER_BYTES = 16
 """Bytes sent to each peer before each collective between hosts: which collective it is, and its length."""

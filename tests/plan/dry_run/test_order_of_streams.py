@@ -86,9 +86,9 @@ class Watch(TorchDispatchMode):
 def watched(shard: StreamCollectives, replicate: StreamCollectives) -> Iterator[list[str]]:
     watch = Watch(shard, replicate)
     with ExitStack() as stack:
-        for call in CALLS:
-            noted = watch.noting(call, getattr(StreamCollectives, call))
-            stack.enter_context(mock.patch.object(StreamCollectives, call, noted))
+        for kind in {type(shard), type(replicate)}:
+            for call in CALLS:
+                stack.enter_context(mock.patch.object(kind, call, watch.noting(call, getattr(kind, call))))
         for name in ("all_gather_single", "reduce_scatter_single"):
             stack.enter_context(mock.patch.object(on_streams, name, watch.unseen(getattr(on_streams, name))))
         everywhere = watch.unseen(torch.distributed.all_reduce)
