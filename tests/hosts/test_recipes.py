@@ -15,7 +15,7 @@ import yaml
 
 RECIPES = Path(__file__).parents[2] / "examples" / "hosts"
 PAGE = Path(__file__).parents[2] / "docs" / "hosts.md"
-VARIABLES = ["SHARDWISE_HANG_TIMEOUT_S", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
+VARIABLES = ["SHARDWISE_HANG_TIMEOUT_S", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
 """What each recipe sets."""
 STAND_INS = {
     "torchrun": f"""#!{sys.executable}
