@@ -53,7 +53,7 @@ def test_bare_hosts_start_the_same_line(said: Path) -> None:
     script = str(RECIPES / "torchrun.sh")
     subprocess.run(["sh", script, "first", "2:4", "run.toml", "train.steps=3"], check=True)
     [call] = calls(said)
-    assert call[-7:] == ["-m", "shardwise", "train", "run.toml", "train.steps=3", "60", "1"]
+    assert call[-8:] == ["-m", "shardwise", "train", "run.toml", "train.steps=3", "60", "280", "1"]
     wanted = {"nnodes": "2:4", "nproc-per-node": "auto", "max-restarts": "3", "rdzv-endpoint": "first:29500"}
     assert wanted.items() <= options(call).items()
     refused = subprocess.run(["sh", script, "first", "2"], capture_output=True, text=True)
@@ -66,7 +66,7 @@ def test_slurm_starts_torchrun_on_each_node(said: Path) -> None:
     subprocess.run(recipe, check=True, env={**os.environ, **slurm, "SLURM_GPUS_ON_NODE": "8"})
     first, second = calls(said)
     assert first == second
-    assert first[-7:] == ["-m", "shardwise", "train", "run.toml", "train.steps=3", "60", "1"]
+    assert first[-8:] == ["-m", "shardwise", "train", "run.toml", "train.steps=3", "60", "280", "1"]
     wanted = {"nnodes": "2", "nproc-per-node": "8", "rdzv-id": "123456", "rdzv-endpoint": "node7:23456"}
     assert wanted.items() <= options(first).items()
 
@@ -83,7 +83,7 @@ def test_skypilot_tells_torchrun_who_hosts_the_rendezvous(rank: int, said: Path)
     wanted = {"nnodes": "2", "nproc-per-node": "8", "rdzv-id": "sky-1", "rdzv-endpoint": "10.0.0.5:29500"}
     wanted |= {"rdzv-conf": f"is_host={1 - rank}", "local-addr": f"10.0.0.{5 + rank}"}
     assert wanted.items() <= options(call).items()
-    assert call[-6:] == ["-m", "shardwise", "train", "run.toml", "60", "1"]
+    assert call[-7:] == ["-m", "shardwise", "train", "run.toml", "60", "280", "1"]
 
 
 def test_a_jobset_has_one_pod_a_host_that_all_meet_at_the_first() -> None:
