@@ -109,7 +109,11 @@ def _of_config(path: Path, request: Request, ranks: Ranks) -> dict[str, Any]:
         return model
 
     torch.manual_seed(train.seed)
+    runs = Path(config.log.directory).absolute()
     return {
+        "directory": next(
+            place for place in (runs, *runs.parents) if place.is_dir()
+        ),  # where runs are written, or will
         "build_model": build,
         "batch_fn": lambda rank, step: batches(rank)[step],
         "build_optimizer": lambda model: build_optimizer(model, train),
