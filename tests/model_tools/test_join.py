@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import pairwise
@@ -294,12 +295,17 @@ def test_loops_that_take_turns_are_refused_and_leave_nothing_behind() -> None:
     alone = norm()
 
     def take_turns() -> None:
-        for _ in zip(sw.join(model, [x] * 3), sw.join(model, [x] * 5), strict=False):
+        own = [x] * (2 * dist.get_rank())  # rank 0 has run out from the first step on
+        for _ in zip(sw.join(model, own), sw.join(model, own), strict=False):
             norm()
 
     with pytest.raises(UsageError, match="over one model take turns"):
         take_turns()
     assert norm() == alone
+    for _ in sw.join(model, [x] * dist.get_rank()):
+        copied = copy.deepcopy(model)
+    squares(copied, x).backward()
+    assert sw.clip_grad_norm_(copied, 1e9).item() == alone
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ import copy
 import pickle
 import struct
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -106,16 +106,18 @@ class Joined(Generic[B]):
         if self._is_iterating:
             raise UsageError("two loops at once over one sw.join: call sw.join for each")
         self._is_iterating = True
-        loops = _loops_of(self._engines[0])
-        loops.append(self)
+        every = [_loops_of(engine) for engine in self._engines]
+        for loops in every:
+            loops.append(self)
         try:
             with ExitStack() as stack:
                 for engine in self._engines if self._any_units else ():
                     stack.enter_context(any_units_of(engine).allowed())
-                yield from self._joined(loops)
+                yield from self._joined(every[0])
         finally:
             self._is_iterating = self.is_out = False
-            loops.remove(self)
+            for loops in every:
+                loops.remove(self)
 
     def _joined(self, loops: list[Joined[Any]]) -> Generator[B, None, None]:
         """`loops`: those over this model that are under way, outermost first."""
@@ -131,8 +133,7 @@ class Joined(Generic[B]):
                     upcoming = self._next(source)
                 stand_in = _copied(batch) if upcoming is _END else None  # as it is before the loop changes it
                 log.says, log.heard = int(upcoming is not _END), None
-                with _left_out(self._engines, self.is_out):
-                    yield batch
+                yield batch
                 if loops[-1] is not self:
                     raise UsageError(
                         "two loops of sw.join over one model take turns: end the inner one before the outer one goes "
@@ -195,15 +196,22 @@ def _added(left: bytes, right: bytes) -> bytes:
 
 def _loops_of(engine: CheckedEngine) -> list[Joined[Any]]:
     """Return the loops over a model that are under way, outermost first."""
-    found = engine.attached(_Loops) or engine.attach(_Loops())
-    return found.under_way
+    return (engine.attached(_Loops) or engine.attach(_Loops(engine))).under_way
 
 
 class _Loops:
-    """What an engine keeps of the loops that join its ranks."""
+    """Leaves out this rank's gradients, so that they count as zeros, where the innermost loop has run out."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: CheckedEngine) -> None:
         self.under_way: list[Joined[Any]] = []
+        self._collect = engine.collect
+        engine.collect = partial(self._take, engine)
+
+    def _take(self, engine: CheckedEngine, unit: Unit, key: Key, grad: Tensor) -> None:
+        if self.under_way and self.under_way[-1].is_out:
+            engine.reducer.collectives.advance()
+        else:
+            self._collect(unit, key, grad)
 
 
 def _copied(batch: Any) -> Any:
@@ -230,25 +238,3 @@ def _sent(value: Any) -> Any:
 
 def _received(engine: CheckedEngine, value: Any) -> Any:
     return value.tensor.to(engine.mesh.device) if isinstance(value, _OnDevice) else value
-
-
-@contextmanager
-def _left_out(engines: Iterable[CheckedEngine], is_out: bool) -> Iterator[None]:
-    """Within the block, leave out this rank's gradients of the engines' models if it has run out: they count as zeros.
-    Else take them, also inside the loop of another one that has."""
-    before = [(engine, engine.collect) for engine in engines]
-    try:
-        for engine, collect in before:
-            taken = collect.func is _leave_out if isinstance(collect, partial) else False
-            if is_out and not taken:
-                engine.collect = partial(_leave_out, engine)
-            elif taken and not is_out:
-                engine.collect = engine.reducer.add
-        yield
-    finally:
-        for engine, collect in before:
-            engine.collect = collect
-
-
-def _leave_out(engine: CheckedEngine, unit: Unit, key: Key, grad: Tensor) -> None:
-    engine.reducer.collectives.advance()
