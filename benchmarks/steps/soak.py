@@ -24,21 +24,12 @@ from pathlib import Path
 
 from benchmarks import HERE
 from benchmarks.common import facts, report
+from tests.tiny import GPT2
 
 EVERY, MOST_STEPS, MOST_LATER_S, MOST_STOPPED_S = 5, 25, 0.3, 2.0
 """Steps between checkpoints; the most steps of a round, and the most seconds from there to the fault; for how long a
 rank is stopped."""
-CONFIG = """
-[model.config]
-model_type = "gpt2"
-n_embd = 16
-n_layer = 2
-n_head = 2
-
-[data]
-source = "texts/*.txt"
-seq_len = 16
-
+CONFIG = f"""{GPT2}
 [train]
 micro_batch = 2
 global_batch = 4

@@ -11,22 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.rig import Host
+from tests.tiny import GPT2
 
 WATCHED = Path(__file__).parents[1] / "watchdog" / "job.py"
 RECIPE = Path(__file__).parents[2] / "examples" / "hosts" / "torchrun.sh"
 TIMEOUT_S, MARGIN_S = 8, 12
 STEPS = 30
-CONFIG = f"""
-[model.config]
-model_type = "gpt2"
-n_embd = 16
-n_layer = 2
-n_head = 2
-
-[data]
-source = "texts/*.txt"
-seq_len = 16
-
+CONFIG = f"""{GPT2}
 [train]
 steps = {STEPS}
 micro_batch = 1

@@ -44,8 +44,8 @@ def join(model: nn.Module, batches: Iterable[B], any_units: bool = False) -> Joi
             optimizer.step()
             optimizer.zero_grad()
 
-    A batch's backward belongs into its own iteration, and nothing may read ahead of the loop: let the loader prefetch,
-    below `sw.join`. Loops over one model may be nested, as an evaluation in a step; they may not take turns.
+    Run a batch's backward in its own iteration, and let nothing read ahead of the loop: prefetch in the loader, below
+    `sw.join`. Loops over one model may be nested, as an evaluation in a step; they may not take turns.
 
     A rank that has run out is given its last batch again (one that never had any, another rank's first). It runs the
     same code, since each rank holds a part of all weights, but none of its gradients is added to those of the others.

@@ -42,7 +42,7 @@ def where_it_began(model: nn.Module, micro_batches: Sequence[Callable[[], object
     if gradients:
         place, fqn = gradients[-1]
         found.append(Origin(1, -place, ranks.rank, f"the gradient of {fqn}"))
-    every = [origin for of_rank in ranks.all_gather_object(found[:1] or found) for origin in of_rank]
+    every = [origin for of_rank in ranks.all_gather_object(found[:1]) for origin in of_rank]
     if not every:
         return "computed again, all activations and gradients are finite, as where a model is not deterministic"
     first = min(every)

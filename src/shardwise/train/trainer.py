@@ -240,6 +240,7 @@ class Trainer:
         torch.manual_seed(self.config.train.seed + 1 + self.ranks.rank // self.ranks.per_slice)
 
     def _optimizer(self) -> tuple[torch.optim.Optimizer, sw.GradScaler]:
+        """Return the optimizer, and the scaler of losses that it needs in fp16."""
         train = self.config.train
         optimizer = build_optimizer(self.model, train)
         if train.optimizer_in_backward:
