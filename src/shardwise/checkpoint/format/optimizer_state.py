@@ -197,7 +197,7 @@ def number(saved: Mapping[str, Any], shape: Sequence[int], device: torch.device)
     """Return a saved number as a tensor of a shape. Raises CheckpointError if its dtype does not hold it."""
     try:
         return torch.full(tuple(shape), saved["scalar"], dtype=DTYPES[saved["dtype"]], device=device)
-    except RuntimeError as error:
+    except (RuntimeError, OverflowError) as error:
         raise CheckpointError(f"the optimizer's number {saved['scalar']!r} is no {saved['dtype']}: {error}") from None
 
 
