@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from shardwise.errors import ConfigError, UserError
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.train import trainer
 from shardwise.train.config.files import load
+from shardwise.train.data.batches import Batches
 from shardwise.train.loss import RecentLosses
 from tests.ranks import RankPools
 from tests.train.rig import furnish, read, train
@@ -288,6 +290,127 @@ def test_a_resumed_run_knows_the_losses_before_a_spike(folder: Path) -> None:
     assert "resuming" in printed
     weights = [Path(f"runs/{name}/final/model.safetensors").read_bytes() for name in ("whole", "parts")]
     assert weights[0] == weights[1]
+
+
+BACK = ("train.steps=14", "train.skip_spikes_above=1.5", "train.roll_back=3", "checkpoint.every=4", *SHORT)
+BAD = 10
+"""The step, counted from 0, whose batch is bad in a run that draws all data in order."""
+
+
+@contextmanager
+def bad_batch(without: bool = False, late: bool = False) -> Iterator[None]:
+    """Make the loss of the sequences that are drawn in step `BAD` ten times as high on the last rank.
+
+    without: draw neither them nor those of the two steps before, but what comes after. late: read steps late."""
+    draw, accumulate, is_bad = Batches.batch, trainer.Trainer._accumulate, [False]
+
+    def drawn(self: Batches, step: int) -> Any:
+        number = self._samples.first // self._global_batch + step
+        is_bad[0] = number == BAD
+        return draw(self, step + 3 if without and number >= 8 else step)
+
+    def accumulated(self: trainer.Trainer, *args: Any) -> Tensor:
+        nll = accumulate(self, *args)
+        return nll * 10 if is_bad[0] and not without and self.ranks.rank == self.ranks.world_size - 1 else nll
+
+    with (
+        mock.patch.object(Batches, "batch", drawn),
+        mock.patch.object(trainer.Trainer, "_accumulate", accumulated),
+        mock.patch.object(trainer.Trainer, "reads_late", late),
+    ):
+        yield
+
+
+def go_back_here(folder: Path, name: str, *overrides: str, without: bool = False, late: bool = False) -> str:
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed), bad_batch(without, late):
+        trainer.run(load("tiny.toml", [*BACK, f"log.name={name}", *overrides]))
+    return printed.getvalue()
+
+
+def outcome(name: str) -> tuple[list[Any], bytes]:
+    """Return what a run's steps found, and its weights."""
+    rows = [
+        [row[key] for key in ("step", "loss", "lr", "grad_norm", "tokens")]
+        for row in read(f"runs/{name}/metrics.jsonl")
+    ]
+    return rows, Path(f"runs/{name}/final/model.safetensors").read_bytes()
+
+
+def test_a_run_that_goes_back_is_one_that_never_had_the_data_in_between(folder: Path, ranks: RankPools) -> None:
+    said, _ = ranks(2).run(go_back_here, folder, "back", timeout_s=120)
+    ranks(2).run(partial(go_back_here, without=True), folder, "without", timeout_s=120)
+    assert "step 11: loss " in said
+    assert "the run goes back to step 8 and leaves out the 24 sequences since then (rollback 1)" in said
+    assert outcome("back") == outcome("without")
+    assert [row["rollbacks"] for row in read("runs/back/metrics.jsonl")] == [0] * 8 + [1] * 6
+    [line] = read("runs/back/rollbacks.jsonl")
+    assert (line["step"], line["to"], line["sequences"], line["in_a_row"]) == (11, 8, 24, 1)
+    assert line["loss"] > 1.5 * read("runs/back/metrics.jsonl")[-1]["loss"]
+
+
+@pytest.mark.parametrize("killed", ["before the save", "after the save"])
+def test_a_run_that_is_killed_as_it_goes_back_resumes_without_the_data(
+    folder: Path, killed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_back_here(folder, "whole")
+    save = trainer.Trainer._save
+
+    def kill(self: trainer.Trainer, *args: Any, overwrite: bool = False, **kwargs: Any) -> None:
+        if not overwrite or killed == "after the save":
+            save(self, *args, overwrite=overwrite, **kwargs)
+        if overwrite:
+            raise MemoryError("killed")
+
+    monkeypatch.setattr(trainer.Trainer, "_save", kill)
+    with pytest.raises(MemoryError, match="killed"):
+        go_back_here(folder, "parts")
+    monkeypatch.setattr(trainer.Trainer, "_save", save)
+    said = go_back_here(folder, "parts")
+    assert ("the run goes back" in said) == (killed == "before the save")
+    assert outcome("parts") == outcome("whole")
+    assert len(read("runs/parts/rollbacks.jsonl")) == 1
+
+
+def test_a_run_goes_back_when_the_next_step_is_queued_already(folder: Path) -> None:
+    go_back_here(folder, "at once")
+    assert "goes back to step 8" in go_back_here(folder, "late", late=True)
+    assert outcome("late") == outcome("at once")
+
+
+def test_a_run_that_goes_back_again_and_again_ends(folder: Path) -> None:
+    accumulate = trainer.Trainer._accumulate
+
+    def accumulated(self: trainer.Trainer, *args: Any) -> Tensor:
+        return accumulate(self, *args) * (math.nan if self.rollbacks.all or self.taken == 9 else 1)
+
+    printed = io.StringIO()
+    with (
+        contextlib.redirect_stdout(printed),
+        mock.patch.object(trainer.Trainer, "_accumulate", accumulated),
+        pytest.raises(UserError, match=r"step 5: loss nan.*gone back 5 times in a row .* leave train\.roll_back=2 out"),
+    ):
+        trainer.run(load("tiny.toml", [*BACK, SKIP, "train.roll_back=2"]))
+    back = [(one["step"], one["to"], one["loss"]) for one in read("runs/tiny/rollbacks.jsonl")]
+    assert back == [(10, 8, None), (9, 4, None), *[(6, 4, None)] * 3]
+    assert printed.getvalue().count("step 5: no checkpoint is 2 steps older, so the run does not go back") == 3
+    newest = latest("runs/tiny")
+    assert newest is not None
+    assert newest.name == "step-000004"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.roll_back=3"], "roll_back = 3 has no effect without skip_spikes_above or on_nonfinite"),
+        (["train.roll_back=3", SKIP], "train.roll_back = 3 goes back to a checkpoint: set checkpoint.every"),
+        (["train.roll_back=6", SKIP, "checkpoint.every=4"], "the oldest may be 5 steps old"),
+        (["train.roll_back=2", SKIP, "checkpoint.every=4", "checkpoint.keep_best=true"], "leave one of them out"),
+    ],
+)
+def test_a_run_that_could_not_go_back_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load("tiny.toml", overrides)
 
 
 @pytest.mark.parametrize("value", ["1", "0.5", "-2"])

@@ -44,7 +44,7 @@ def test_a_run_writes_what_it_promises(capsys: pytest.CaptureFixture[str]) -> No
     for row in rows:
         assert set(row) == {
             "step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_time_s", "memory", "world_size",
-            "skipped_steps",
+            "skipped_steps", "rollbacks",
         }  # fmt: skip
         assert set(row["memory"]) == MEMORY_KINDS
         assert row["memory"]["activations"] is None  # not 0: nothing counts them on a CPU

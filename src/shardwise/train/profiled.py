@@ -52,22 +52,23 @@ class ProfiledTrainer(Trainer):
 
     def step(self, step: int) -> None:
         """Take a step, and begin or end the profile around it. Every rank must call this."""
-        if step - self.first_step == PROFILE_FROM:
+        if step - self.first_step == PROFILE_FROM and self._session is None:
             self._session = Session(self.model, self.ranks)
         with self._noting(STEP), ExitStack() as stack:
             if self._session is not None:
                 stack.enter_context(shadowed(self.batches, "batch", self._reading))
             super().step(step)
 
-    def _report(self, writer: MetricsWriter | None, left: int) -> None:
+    def _report(self, writer: MetricsWriter | None, left: int) -> bool:
         """Report steps as `Trainer._report`, and end the profile after its last step. Every rank must call this."""
         last = self.first_step + PROFILE_FROM + self.config.log.profile
         if self._session is None or self.taken < last:
-            super()._report(writer, left)
-        else:
-            super()._report(writer, 0)  # before the time that follows, which is of no step
-            session, self._session = self._session, None
-            self._conclude(session, last + 1 - self.config.log.profile)
+            return super()._report(writer, left)
+        if super()._report(writer, 0):  # before the time that follows, which is of no step
+            return True
+        session, self._session = self._session, None
+        self._conclude(session, last + 1 - self.config.log.profile)
+        return False
 
     def _conclude(self, session: Session, first_step: int) -> None:
         """Write the profile and print its summary, or why there is none: training goes on without. Every rank must call

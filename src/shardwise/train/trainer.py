@@ -42,6 +42,7 @@ from shardwise.train.data.batches import Batches, EvaluationBatches, Share
 from shardwise.train.data.data_checks import check_axes
 from shardwise.train.data.micro_batch import MicroBatch
 from shardwise.train.data.model_files import fetch, names_of, settled, with_names
+from shardwise.train.data.order import Position
 from shardwise.train.data.tokenizer import files_of, sources_in_words
 from shardwise.train.document_mask import check_keeps_apart
 from shardwise.train.loss import DeviceBatch, LossFunction, RecentLosses, StepWeights, evaluate
@@ -61,6 +62,7 @@ from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.launches import EVALUATIONS, EXPORT, SAVES, STEPS, LaunchLog
 from shardwise.train.run.metrics import MetricsWriter, StepMetrics, open_writer
 from shardwise.train.run.preflight import check_supported
+from shardwise.train.run.rollbacks import IN_A_ROW, Rollback, Rollbacks
 from shardwise.train.run.run_lock import claimed
 from shardwise.train.tasks.loading import load_task
 from shardwise.train.tasks.objectives import NextToken
@@ -149,10 +151,17 @@ class TakenStep:
     """What this rank computed."""
     limit: float
     """The loss above which the step was not taken."""
+    after: Position
+    """Position of the data after it."""
 
 
 class Trainer:
     """Everything that a run needs, built in this order: data, model, shards, optimizer. Every rank builds one."""
+
+    batches_from = 0
+    """Number of steps taken before those that `batches` are of."""
+    goes_back: Callable[[TakenStep, float, str], bool]
+    """`_go_back` in this run, for a bad step, its loss, and why it is bad."""
 
     def __init__(self, config: Config, ranks: Ranks, console: RunConsole) -> None:
         """
@@ -170,7 +179,7 @@ class Trainer:
         self.share = Share(ranks.data_rank, ranks.data_ranks, train.micro_batch)
         self.batches = Batches(self.task.train, self.share, train.global_batch, config.data.seed)
         self.first_step = 0
-        """Number of steps taken before this launch resumed the run; `batches` start there."""
+        """Number of steps taken before this launch resumed the run."""
         self.taken = 0
         """Number of steps taken so far."""
         self.best = Best(train.best_by)
@@ -207,7 +216,7 @@ class Trainer:
         self.step_times_s: list[float] = []
         self.stopped = torch.zeros((), device=ranks.device)
         """1 from the step that ends the run on, so that steps queued before it is read are not taken either; else 0."""
-        self.recent = RecentLosses(train.skip_spikes_above)
+        self.recent, self.rollbacks = RecentLosses(train.skip_spikes_above), Rollbacks(train.roll_back)
         self.skipped_steps = 0
         """Number of steps that left weights and optimizer state as they were, since the beginning of the run."""
         self.interruption = Interruption()
@@ -316,6 +325,7 @@ class Trainer:
                     device = device_words(self.ranks.device)
                     self.launches.open(directory.launches, self.first_step, self.ranks.world_size, device)
             stack.callback(lambda: self.launches.write(self.taken))
+            self.goes_back = partial(self._go_back, checkpoints, directory, writer)
             if self.evaluates_first:
                 with self.launches.spending(EVALUATIONS):
                     self._evaluate(self.first_step, writer, directory)
@@ -328,7 +338,8 @@ class Trainer:
                 last = taken == train.steps
                 evaluates = last or (train.eval_every > 0 and taken % train.eval_every == 0)
                 read_all = evaluates or checkpoints.is_due(taken) or self.interruption.agreed
-                self._report(writer, 1 if self.reads_late and not read_all else 0)
+                if self._report(writer, 1 if self.reads_late and not read_all else 0):
+                    continue
                 with self.launches.spending(EVALUATIONS):
                     evaluated = self._evaluate(taken, writer, directory) if evaluates else True
                 stops = self.best.ends(train.patience)
@@ -403,21 +414,14 @@ class Trainer:
         """Restore the position in the data, the step count and the loss scale from a loaded checkpoint, if any."""
         if resumed is None:
             return
-        train, data = self.config.train, self.config.data
-        assert train.global_batch is not None
-        with resumed.in_data(data):
-            self.batches = Batches(self.task.train, self.share, train.global_batch, data.seed, resumed.position)
-        self.first_step = self.taken = resumed.step
-        stored = Best.of(train.best_by, resumed.extra.get("best"))
-        for name in ("step", "value", "mark", "waited"):
-            setattr(self.best, name, getattr(stored, name))
+        train = self.config.train
+        with resumed.in_data(self.config.data):
+            self._restore(resumed, resumed.position)
+        self.first_step = resumed.step
+        self.rollbacks.restore(resumed.extra.get("rollbacks", []))
         self.evaluates_first = resumed.extra.get("evaluated") is False
         if resumed.extra.get("ranks_per_slice", 1) != self.ranks.per_slice:
             self._seed_dropout()  # the random states that were loaded are those of other tokens
-        if resumed.extra.get("scaler"):
-            self.scaler.load_state_dict(resumed.extra["scaler"])
-        self.skipped_steps = resumed.extra.get("skipped_steps", 0)
-        self.recent.losses.extend((number, loss) for number, loss in resumed.extra.get("recent_losses", ()))
         for path in resumed.set_aside:
             self.console.say(f"a newer checkpoint is damaged and has been set aside: {path}")
         if resumed.step < train.steps:
@@ -432,22 +436,85 @@ class Trainer:
                 f"{'; '.join(resumed.changed)}"
             )
 
-    def _save(self, checkpoints: Checkpoints, step: int, evaluated: bool) -> None:
+    def _restore(self, loaded: Resumed, position: Position) -> None:
+        """Take over a loaded checkpoint's step and what belongs to it, and go on at a position in the data."""
+        train = self.config.train
+        assert train.global_batch is not None
+        self.batches = Batches(self.task.train, self.share, train.global_batch, self.config.data.seed, position)
+        self.batches_from = self.taken = loaded.step
+        stored = Best.of(train.best_by, loaded.extra.get("best"))
+        for name in ("step", "value", "mark", "waited"):
+            setattr(self.best, name, getattr(stored, name))
+        if loaded.extra.get("scaler"):
+            self.scaler.load_state_dict(loaded.extra["scaler"])
+        self.skipped_steps = loaded.extra.get("skipped_steps", 0)
+        self.recent.losses.clear()
+        self.recent.losses.extend((number, loss) for number, loss in loaded.extra.get("recent_losses", ()))
+
+    def _go_back(
+        self,
+        checkpoints: Checkpoints,
+        directory: RunDirectory,
+        writer: MetricsWriter | None,
+        bad: TakenStep,
+        loss: float,
+        words: str,
+    ) -> bool:
+        """Go back to the newest checkpoint that is old enough, and on from there with the data after a bad step. Return
+        False if there is none: then that step alone is to be left out. Every rank must call this.
+
+        The checkpoint is saved again with the new position in the data, so that a run that is resumed from it leaves
+        the same data out. A run that is killed before that meets the same step again, and goes back again.
+
+        Raises:
+            UserError: the run has gone back too often in a row. Every rank raises.
+        """
+        back, count = self.rollbacks.back, self.rollbacks.next_in_a_row(bad.step)
+        if count > IN_A_ROW:
+            raise UserError(
+                f"{words}; the run has gone back {IN_A_ROW} times in a row and comes to such steps again: lower "
+                f"train.lr ({self.config.train.lr:g}), look at the data, or leave train.roll_back={back} out to skip "
+                "these steps one by one"
+            )
+        checkpoints.finish(self.model)
+        to = checkpoints.back_to(bad.step - back)
+        if to is None:
+            self.console.say(f"step {bad.step}: no checkpoint is {back} steps older, so the run does not go back")
+            return False
+        self.unread.clear()
+        self._restore(checkpoints.load(checkpoints.path(to), self.model, self.optimizer), bad.after)
+        assert self.config.train.global_batch is not None
+        left_out = (bad.step - to) * self.config.train.global_batch
+        self.rollbacks.all.append(Rollback(bad.step, loss if math.isfinite(loss) else None, to, left_out, count))
+        with self.ranks.together():
+            if writer is not None:
+                with writer.closed():
+                    directory.go_back(to, self.rollbacks.to_json())
+        self._save(checkpoints, to, evaluated=True, overwrite=True)
+        self.console.say(
+            f"{words}: the run goes back to step {to} and leaves out the {left_out:,} sequences since then (rollback "
+            f"{len(self.rollbacks.all)})"
+        )
+        return True
+
+    def _save(self, checkpoints: Checkpoints, step: int, evaluated: bool, overwrite: bool = False) -> None:
         """
         Args:
             evaluated: False if the evaluation after this step was interrupted; a resumed run then begins with it.
+            overwrite: as `Checkpoints.save`.
         """
-        position = self.batches.position(step - self.first_step)
+        position = self.batches.position(step - self.batches_from)
         extra = {
             "scaler": self.scaler.state_dict(),
             "evaluated": evaluated,
             "skipped_steps": self.skipped_steps,
             "recent_losses": [[*each] for each in self.recent.losses],
             "best": self.best.to_json(),
+            "rollbacks": self.rollbacks.to_json(),
             "param_dtype": self.config.parallel.param_dtype,
             "ranks_per_slice": self.ranks.per_slice,
         }
-        checkpoints.save(step, self.model, self.optimizer, position, extra)
+        checkpoints.save(step, self.model, self.optimizer, position, extra, overwrite)
 
     def _leave(self, checkpoints: Checkpoints, step: int) -> NoReturn:
         """End the interrupted run after `step` steps: finish the last save, then raise `Interrupted`. Every rank must
@@ -463,32 +530,33 @@ class Trainer:
         On a CPU all work is done when the step returns, so there they are read at once."""
         return self.ranks.device.type != "cpu"
 
-    def _report(self, writer: MetricsWriter | None, left: int) -> None:
-        """Read, write and print all unread steps except the last `left` ones. Every rank must call this.
+    def _report(self, writer: MetricsWriter | None, left: int) -> bool:
+        """Read, write and print all unread steps except the last `left` ones. Return whether the run went back to a
+        checkpoint instead, because a step is to be left out. Every rank must call this.
 
         Raises:
             UserError: the loss or gradient norm of a step is not finite and ends the run. Every rank raises.
         """
         while len(self.unread) > left:
-            metrics = self._read(self.unread.popleft())
+            taken = self.unread.popleft()
+            loss = self.ranks.sum([taken.nll() * self.ranks.counts])[0] / taken.targets
+            grad_norm = taken.grad_norm()
+            words = self._left_out(taken, loss, grad_norm)
+            if words and self.rollbacks.back and self.goes_back(taken, loss, words):
+                return True
+            metrics = self._metrics(taken, loss, grad_norm, words)
             if writer is not None:
                 writer.step(metrics)
             self.launches.keep_up(metrics.step)
             self.console.step(metrics)
+        return False
 
-    def _read(self, taken: TakenStep) -> StepMetrics:
-        """Wait for a step's results and return its metrics. Every rank must call this."""
-        loss = self.ranks.sum([taken.nll() * self.ranks.counts])[0] / taken.targets
-        grad_norm = taken.grad_norm()
+    def _metrics(self, taken: TakenStep, loss: float, grad_norm: float | None, left_out: str | None) -> StepMetrics:
+        """Return a step's metrics, and say if it was left out. `left_out`: as `_left_out` returns it."""
         self.recent.add(taken.step, loss)
-        if not self._is_finite(taken, loss, grad_norm):
-            self.skipped_steps += 1
-        elif loss > taken.limit:
-            self.skipped_steps += 1
-            self.console.say(
-                f"step {taken.step}: loss {loss:.4f} is above {taken.limit:.4f}, {self.recent.ratio:g} times the "
-                f"median of the last steps: the step is skipped ({self.skipped_steps} so far)"
-            )
+        self.skipped_steps += left_out is not None
+        if left_out:
+            self.console.say(f"{left_out}: the step is skipped ({self.skipped_steps} so far)")
         now_s = time.perf_counter()
         elapsed_s = now_s - max(taken.start_s, self.last_read_s)  # it may have started before the previous one ended
         self.last_read_s = now_s
@@ -505,6 +573,7 @@ class Trainer:
             memory=taken.memory,
             world_size=self.ranks.world_size,
             skipped_steps=self.skipped_steps,
+            rollbacks=len(self.rollbacks.all),
         )
 
     def _explained_step(self, step: int) -> None:
@@ -532,7 +601,7 @@ class Trainer:
         """
         start_s = time.perf_counter()
         own_slice = self.ranks.own_slice, self.ranks.slices
-        batches = [batch.sliced(*own_slice) for batch in self.batches.batch(step - self.first_step)]
+        batches = [batch.sliced(*own_slice) for batch in self.batches.batch(step - self.batches_from)]
         own = [self.ranks.counts * sum(getattr(batch, kind) for batch in batches) for kind in ("targets", "size")]
         targets, tokens = (int(count) for count in self.ranks.sum(own, np.int64))
         lr = self.schedule(step)
@@ -560,6 +629,7 @@ class Trainer:
                 memory={kind: peak.get(kind) for kind in KINDS},
                 batches=batches,
                 limit=limit,
+                after=self.batches.position(step + 1 - self.batches_from),
             )
         )
 
@@ -634,16 +704,22 @@ class Trainer:
             nll += loss.nll_sum.detach()
         return nll
 
-    def _is_finite(self, taken: TakenStep, loss: float, grad_norm: float | None) -> bool:
-        """Whether the loss and the gradient norm of a step are finite. If not, it was not taken: say so, or raise
-        UserError, as `train.on_nonfinite` says. Both numbers are global, so all ranks decide alike.
+    def _left_out(self, taken: TakenStep, loss: float, grad_norm: float | None) -> str | None:
+        """Return in words why a step was not taken: its loss or gradient norm is not finite, or its loss is a spike;
+        None if it was taken. Raise UserError if that ends the run, as `train.on_nonfinite` says. Both numbers are
+        global, so all ranks decide alike.
 
         With a loss scaler, an infinite gradient norm ends no run: the scaler skips such steps while it looks for its
-        scale. Where backward takes the steps, the step has been taken by now.
+        scale, for which there are no words (""). Where backward takes the steps, the step has been taken by now.
         """
         norm_is_finite = grad_norm is None or math.isfinite(grad_norm)
         if math.isfinite(loss) and norm_is_finite:
-            return True
+            if loss <= taken.limit:
+                return None
+            return (
+                f"step {taken.step}: loss {loss:.4f} is above {taken.limit:.4f}, {self.recent.ratio:g} times the "
+                "median of the last steps"
+            )
         train, step = self.config.train, taken.step
         found = f"step {step}: loss {loss:g}" + ("" if grad_norm is None else f", gradient norm {grad_norm:g}")
         searching = self.scaler.is_enabled() and math.isfinite(loss)
@@ -655,9 +731,7 @@ class Trainer:
                 f"{found}: training has diverged{where}; lower train.lr ({train.lr:g}), raise train.warmup_steps or "
                 f"set train.clip{skip}{kept}"
             )
-        if not searching:
-            self.console.say(f"{found}: the step is skipped ({self.skipped_steps + 1} so far)")
-        return False
+        return "" if searching else found
 
     def _where_it_began(self, taken: TakenStep) -> str:
         """Compute a step that was not taken again, and return where its numbers stop being finite. Every rank must call

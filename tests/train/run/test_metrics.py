@@ -26,7 +26,7 @@ def test_a_step_is_one_object_with_the_promised_keys(tmp_path: Path) -> None:
         {
             "step": 1, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.7, "tokens": 1024, "tokens_per_s": 512.0,
             "step_time_s": 2.0, "memory": {"param_shards": 100, "optimizer": 200, "activations": None}, "world_size": 2,
-            "skipped_steps": 0,
+            "skipped_steps": 0, "rollbacks": 0,
         }
     ]  # fmt: skip
     assert lines(tmp_path / "e.jsonl") == [{"step": 1, "loss": 3.25, "tokens": 999}]

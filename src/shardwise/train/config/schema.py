@@ -297,6 +297,10 @@ class TrainConfig(Section):
     skip_spikes_above: Annotated[float, Field(ge=0)] = 0.0
     """Leave a step out, with its batch, if its loss is above this many times the median loss of the last 32 steps;
     0 = off. It is found before the optimizer's step, and counted in `metrics.jsonl`."""
+    roll_back: NonNegativeInt = 0
+    """Where `skip_spikes_above` or `on_nonfinite = "skip"` would leave a step out, go back instead to the newest
+    checkpoint that is at least this many steps old, and go on from there with the data after that step: what was drawn
+    in between is left out. 0 = leave out that step alone. A run that would go back a sixth time in a row ends."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations; 0 = after the last step only."""
     best_by: Annotated[str, Field(min_length=1)] = "loss"
@@ -340,6 +344,11 @@ class TrainConfig(Section):
             raise ValueError(
                 "skip_spikes_above with optimizer_in_backward: steps are taken before the loss of all ranks is known; "
                 "leave one of them out"
+            )
+        if self.roll_back and not self.skip_spikes_above and self.on_nonfinite != "skip":
+            raise ValueError(
+                f'roll_back = {self.roll_back} has no effect without skip_spikes_above or on_nonfinite = "skip", which '
+                "say what is a bad step: set one of them"
             )
         return self
 
@@ -571,6 +580,23 @@ class Config(Section):
     def _evaluates_to_keep_the_best(self) -> Self:
         if self.checkpoint.keep_best and not (self.train.eval_every and self.checkpoint.every):
             raise ValueError("checkpoint.keep_best needs train.eval_every and checkpoint.every above 0: set both")
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_what_it_goes_back_to(self) -> Self:
+        back, kept = self.train.roll_back, self.checkpoint
+        if back and not kept.every:
+            raise ValueError(f"train.roll_back = {back} goes back to a checkpoint: set checkpoint.every")
+        if back > (most := kept.every * (kept.keep - 1) + 1) and back:
+            raise ValueError(
+                f"train.roll_back = {back}: of the {kept.keep} newest checkpoints, one every {kept.every} steps, the "
+                f"oldest may be {most} steps old; raise checkpoint.keep or checkpoint.every, or lower roll_back"
+            )
+        if back and kept.keep_best:
+            raise ValueError(
+                f"train.roll_back = {back} with checkpoint.keep_best: the best checkpoint may be among those that are "
+                "left behind; leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")

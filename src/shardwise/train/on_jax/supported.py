@@ -22,6 +22,7 @@ def check_supported(config: Config) -> None:
         f'train.optimizer = "{train.optimizer}"': train.optimizer != "adamw",
         f'train.on_nonfinite = "{train.on_nonfinite}"': train.on_nonfinite != "stop",
         "train.skip_spikes_above": train.skip_spikes_above > 0,
+        f"train.roll_back = {train.roll_back}": train.roll_back > 0,
         "train.optimizer_in_backward": train.optimizer_in_backward,
         f'train.activation_checkpointing = "{train.activation_checkpointing}"': train.activation_checkpointing
         not in REMAT,

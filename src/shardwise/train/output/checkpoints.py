@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -30,7 +31,13 @@ class Checkpoints(KeptCheckpoints):
     where checkpoints hold the whole model."""
 
     def save(
-        self, step: int, model: nn.Module, optimizer: Optimizer, position: Position, extra: Mapping[str, Any]
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer,
+        position: Position,
+        extra: Mapping[str, Any],
+        overwrite: bool = False,
     ) -> None:
         """Save after `step` steps, then remove all but the newest `keep`. Every rank must call this.
 
@@ -39,6 +46,7 @@ class Checkpoints(KeptCheckpoints):
         Args:
             position: the position of the next sample in the data.
             extra: whatever else a resumed run needs; `resume` does not interpret it.
+            overwrite: whether to replace the checkpoint after as many steps.
         """
         everything = {**extra, "data": asdict(position), **({"base": self.base} if self.base else {})}
         sw.checkpoint.save(
@@ -50,6 +58,7 @@ class Checkpoints(KeptCheckpoints):
             self.config.asynchronous,
             files=self.files,
             adapter=bool(self.base),
+            overwrite=overwrite,
         )
         self.on_first("old checkpoints cannot be removed", self.drop_old)
 
@@ -78,8 +87,10 @@ class Checkpoints(KeptCheckpoints):
                 storage does not let a checkpoint be read; that checkpoint is then left as it is.
         """
         path, set_aside = self.chosen()
-        if path is None:
-            return None
+        return None if path is None else self.load(path, model, optimizer, set_aside)
+
+    def load(self, path: Path | str, model: nn.Module, optimizer: Optimizer, set_aside: Sequence[Path] = ()) -> Resumed:
+        """Load a checkpoint that is intact. Every rank must call this. Raises as `resume`."""
         options = options_of(optimizer)
         loaded = sw.checkpoint.load(path, model, optimizer)
         check_base(loaded.get("base"), self.base, path)

@@ -130,7 +130,7 @@ class RunConsole:
         now = self._clock()
         self._losses.add(metrics.loss)
         self._speeds.add(metrics.tokens_per_s)
-        if self._first_step_s is None:
+        if self._first_step_s is None or metrics.step <= self._steps_before:  # the run may have gone back
             self._first_step_s = now - metrics.step_time_s
             self._steps_before = metrics.step - 1
         last = metrics.step == self._steps

@@ -43,6 +43,12 @@ def _of_the_end(run: RunLog) -> Iterator[Finding]:
             f"{skipped:,} steps were skipped because the loss or the gradient norm was not finite",
             "lower train.lr, raise train.warmup_steps, or set train.clip",
         )
+    back = run.steps[-1].get("rollbacks") or 0
+    if back:
+        yield Finding(
+            f"{back:,} times the run went back to a checkpoint, because a loss was a spike or not finite",
+            "rollbacks.jsonl says from where: look at the rows, or lower train.lr",
+        )
 
 
 def _of_losses(run: RunLog) -> Iterator[Finding]:

@@ -204,6 +204,19 @@ class KeptCheckpoints:
         )
         return self.path(good), set_aside
 
+    def back_to(self, most: int) -> int | None:
+        """Remove the checkpoints that are newer than the newest intact one of at most `most` steps, and return that
+        one's steps; if there is none, remove nothing and return None. Every rank must call this."""
+
+        def chosen() -> int | None:
+            committed = self.committed()
+            good = next((step for step in committed if step <= most and self._verifies(step)), None)
+            for step in () if good is None else committed[: committed.index(good)]:
+                commit.remove(self.path(step))
+            return good
+
+        return self.on_first("the run cannot go back to a checkpoint", chosen)
+
     def refuse_newer_than(self, step: int) -> None:
         """Raise ConfigError if the run has checkpoints of later steps: a run that resumes at `step` would later save to
         the same paths. Every rank must call this."""

@@ -38,6 +38,11 @@ class RunDirectory:
         return self.path / "evaluations.jsonl"
 
     @property
+    def rollbacks(self) -> Path:
+        """File with one JSON object per return to a checkpoint (`rollbacks.Rollback`). There is none without."""
+        return self.path / "rollbacks.jsonl"
+
+    @property
     def launches(self) -> Path:
         """File with the launches of the run, as `run.launches` writes it."""
         return self.path / "launches.jsonl"
@@ -120,19 +125,32 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self.config.write_text(dump_toml(config), encoding="utf-8")
             self.facts.unlink(missing_ok=True)
-            for log in (self.metrics, self.evaluations):
-                _keep(log, steps)
-            for answers in self.answers.glob("step-*.jsonl"):
-                if not steps or int(answers.stem.removeprefix("step-")) > steps:
-                    answers.unlink()
+            self._keep(steps)
             if not steps:
                 for directory in (self.tensorboard, self.profile):
                     shutil.rmtree(directory, ignore_errors=True)
-                for file in (self.wandb_id, self.launches, self.report):
+                for file in (self.wandb_id, self.launches, self.rollbacks, self.report):
                     file.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot write the run directory {self.path}: {error.strerror}") from None
         return dropped
+
+    def go_back(self, steps: int, rollbacks: Sequence[Mapping[str, Any]]) -> None:
+        """Drop what was written about steps after `steps`, and write how the run went back so far. Raises as
+        `begin`."""
+        try:
+            self._keep(steps)
+            self.rollbacks.write_text("".join(json.dumps(one) + "\n" for one in rollbacks), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write the run directory {self.path}: {error.strerror}") from None
+
+    def _keep(self, steps: int) -> None:
+        """Drop the lines and answers of steps after `steps`."""
+        for log in (self.metrics, self.evaluations):
+            _keep(log, steps)
+        for answers in self.answers.glob("step-*.jsonl"):
+            if not steps or int(answers.stem.removeprefix("step-")) > steps:
+                answers.unlink()
 
     def write_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Write what the model answered after `step` steps, one JSON object per line; return the file. Raises

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from shardwise.train.config.schema import Config
 from shardwise.train.run.directory import RunDirectory
@@ -37,6 +38,8 @@ class StepMetrics:
     skipped_steps: int = 0
     """Number of steps so far, this one included, that left weights and optimizer state as they were, because the loss
     or the gradient norm was not finite."""
+    rollbacks: int = 0
+    """How often the run went back to a checkpoint so far."""
 
 
 _SHOWN = ("loss", "lr", "grad_norm", "tokens_per_s", "step_time_s")
@@ -58,8 +61,11 @@ class MetricsWriter:
         """
         self._flush_every = flush_every
         self._loggers = loggers
-        self._steps: IO[str] = metrics.open("a", encoding="utf-8")
-        self._evaluations: IO[str] = evaluations.open("a", encoding="utf-8")
+        self._files = metrics, evaluations
+        self._open()
+
+    def _open(self) -> None:
+        self._steps, self._evaluations = (file.open("a", encoding="utf-8") for file in self._files)
 
     def step(self, metrics: StepMetrics) -> None:
         """Write one step."""
@@ -88,10 +94,20 @@ class MetricsWriter:
         """Pass all steps written so far to the operating system."""
         self._steps.flush()
 
-    def close(self) -> None:
-        """Close all files."""
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Close the files for the block, in which others write them. Lines that other tools were sent stay."""
+        self._close()
+        yield
+        self._open()
+
+    def _close(self) -> None:
         self._steps.close()
         self._evaluations.close()
+
+    def close(self) -> None:
+        """Close all files."""
+        self._close()
         for logger in self._loggers:
             logger.close()
 
