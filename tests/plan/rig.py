@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.engine.lookup import require_engine
+from shardwise.fsdp.strategy import dtype_name
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.plan.dry_run.forward import TrainingForward
 from shardwise.plan.dry_run.job import Job
@@ -24,6 +25,8 @@ from shardwise.plan.dry_run.recording import (
     StepPhase,
 )
 from shardwise.plan.dry_run.step import record
+from shardwise.plan.models.adapted import with_adapters
+from shardwise.policy.adapters import Adapters
 from tests.comm.recording import RecordingCollectives
 from tests.engine.allocations import Allocation, traced
 from tests.engine.cases import Case
@@ -94,6 +97,12 @@ def traffic_of(recorded: Recording) -> list[tuple[str, str, int]]:
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, fused=True)
+
+
+def muon(parameters: Any) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    groups = [[p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]]
+    return sw.optim.whole_matrix(torch.optim.Muon, [{"params": g} for g in groups], adamw={"fused": True})
 
 
 def regression() -> nn.Module:
@@ -208,10 +217,21 @@ def build(name: str) -> nn.Module:
     return model.train()
 
 
+def built(name: str, job: Job) -> nn.Module:
+    """The model as the trainer builds it, with PEFT's adapters."""
+    if job.lora is None:
+        return build(name)
+    return with_peft(lambda: build(name), job.lora, getattr(torch, dtype_name(job.compute_dtype, "")))()
+
+
+def recorded_of(name: str, job: Job, rank: int = 0) -> Recording:
+    return record(with_adapters(lambda: build(name), job.lora, job.compute_dtype, job.tp), job, rank)
+
+
 def measured(name: str, job: Job) -> Live:
     """Forward and backward of a step after the second. Every rank calls it."""
     torch.manual_seed(0)
-    model = build(name)
+    model = built(name, job)
     feed = TrainingForward(model, job)
     if job.engine == "shardwise":
         axes = {} if job.ranks_per_batch == 1 else {"mesh": sw.mesh(**job.mesh)}
@@ -246,7 +266,7 @@ def _added(allocations: list[Allocation]) -> tuple[int, int]:
 def planned(name: str, job: Job) -> Live:
     sizes: dict[int, int] = {}
     after_forward = peak = now = 0
-    for event in record(lambda: build(name), job).events:
+    for event in recorded_of(name, job).events:
         if isinstance(event, Allocate) and event.phase is not StepPhase.SETUP:
             if event.phase is StepPhase.OPTIMIZER:
                 break
@@ -269,3 +289,32 @@ def check(ranks: RankPools, name: str, mode: str, kind: type[Job] = Job, **more:
     assert dry.after_forward == pytest.approx(real.after_forward, rel=0.03)
     if name != "convnext":  # a CPU's convolutions take scratch memory inside, half of the peak at this size
         assert dry.peak == pytest.approx(real.peak, rel=0.03)
+
+
+def with_peft(builder: Callable[[], nn.Module], adapters: Adapters, dtype: torch.dtype) -> Callable[[], nn.Module]:
+    """What the trainer does: freeze the model in its dtype and let PEFT add adapters in fp32."""
+    peft: Any = pytest.importorskip("peft")
+
+    def build() -> nn.Module:
+        config = peft.LoraConfig(
+            r=adapters.r,
+            lora_dropout=adapters.dropout,
+            target_modules="all-linear" if adapters.targets is None else [*adapters.targets],
+            task_type="CAUSAL_LM",
+        )
+        model: Any = peft.inject_adapter_in_model(config, frozen(builder, dtype))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        return model  # type: ignore[no-any-return]
+
+    return build
+
+
+def frozen(builder: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    model: Any = builder()
+    for name, parameter in [*model.named_parameters()]:
+        module, _, own = name.rpartition(".")
+        setattr(model.get_submodule(module), own, nn.Parameter(parameter.to(dtype), requires_grad=False))
+    model.tie_weights()
+    return model  # type: ignore[no-any-return]

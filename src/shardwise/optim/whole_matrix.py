@@ -10,7 +10,7 @@ docs/design/whole-matrix.md gives the reasons.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -18,18 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from shardwise.comm.together import OverGroups
 from shardwise.errors import UsageError, one_line
 from shardwise.fsdp.collectives import Collectives
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.mesh import Mesh
-from shardwise.fsdp.sharded_parameter import Part, Placement, ShardedParameter, same_cut
+from shardwise.fsdp.sharded_parameter import Placement, ShardedParameter, same_cut
 from shardwise.fsdp.unit import Unit
 from shardwise.optim.matrices.hidden_matrices import Hidden, NamedParamGroup, hidden_matrices, named_groups
 from shardwise.optim.matrices.lane import AHEAD, Arrivals
 from shardwise.optim.matrices.owned_state import OwnedState
 from shardwise.optim.matrices.ownership import Balance, Cost, OwnerRank, product_cost
-from shardwise.optim.matrices.unit_matrices import Lanes, UnitMatrices, Wholes, axis_of, pieces_of
+from shardwise.optim.matrices.unit_matrices import Lanes, UnitMatrices, Wholes, axis_of, parts_of, pieces_of
 from shardwise.sharded.extensions.optimizer_state import cut_state
 
 
@@ -302,19 +301,13 @@ class WholeMatrixOptimizer(Optimizer):
         return next(iter(by_axes), (None,))[0]
 
     def _units(self) -> list[UnitMatrices]:
-        """Return the matrices by unit. Every rank of the tensor axis must call this, if there is one."""
-        axis, by_unit = self._axis, self._by_unit()
-        every = [matrix for matrices in by_unit.values() for matrix in matrices]
-        parts: list[Sequence[Part]] = [()] * len(every)
-        if axis is not None:
-            own = [matrix.placement.part if axis_of(matrix) is axis else () for matrix in every]
-            parts = list(zip(*OverGroups((axis,)).all_gather_object(own), strict=True))
-        of_matrix = dict(zip(every, parts, strict=True))
+        """Return the matrices by unit. Does not communicate."""
+        axis = self._axis
         return [
             UnitMatrices(
-                _mesh_of(unit), matrices, [self._owners[m] for m in matrices], axis, [of_matrix[m] for m in matrices]
+                _mesh_of(unit), matrices, [self._owners[m] for m in matrices], axis, [*map(parts_of, matrices)]
             )
-            for unit, matrices in by_unit.items()
+            for unit, matrices in self._by_unit().items()
         ]
 
     def _assign(self) -> None:

@@ -86,7 +86,7 @@ def test_groups(strategy: Any, shard_group: int | None, shards: int, replicas: i
         ({"shard_group": 3, "strategy": "hybrid_shard"}, "does not divide 8 ranks .* 1, 2, 4, 8"),
         ({"shard_group": 8, "strategy": "hybrid_shard", "tp": 2}, r"not divide 4 data ranks \(8 ranks in .* 1, 2, 4"),
         ({"tp": 3}, "tp=3 does not divide 8 ranks .* 1, 2, 4, 8"),
-        ({"tp": 2, "lora": 4}, "tp=2 with lora is not supported"),
+        ({"tp": 2, "loss": "chunked"}, "tp=2 with loss=.chunked. is not supported"),
         ({"cp": 2, "tp": 8}, "cp=2 x tp=8 does not divide 8 ranks .* 1, 2, 4, 8"),
         ({"cp": 4, "seq_len": 3}, "cp=4 is more than the 3 tokens of a sequence"),
         ({"reshard_after_forward": 3}, "does not divide the shard group of 8 ranks; use one of 1, 2, 4, 8"),

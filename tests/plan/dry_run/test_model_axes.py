@@ -15,11 +15,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+from shardwise.engine.extensions.tensor_parallel import AXES
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, PlanError
+from shardwise.fsdp.torch_collectives import collectives_for
 from shardwise.plan.dry_run.forward import TrainingForward
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.dry_run.recording import ActivationCollective, Collective, Recording, Wait
+from shardwise.plan.dry_run.recording import TENSOR, ActivationCollective, Collective, Recording, Wait
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.models.source import resolve
 from shardwise.plan.search.evaluator import Evaluator
@@ -27,7 +29,20 @@ from tests.comm.recording import RecordingCollectives
 from tests.engine.cases import FP32, MIXED
 from tests.engine.rig import recording
 from tests.engine.tensor.rig import forget_meshes
-from tests.plan.rig import LLAMA, STATE, Regression, build, check, gpt2, state_of, traffic_of
+from tests.plan.rig import (
+    LLAMA,
+    STATE,
+    Regression,
+    adamw,
+    build,
+    built,
+    check,
+    gpt2,
+    muon,
+    recorded_of,
+    state_of,
+    traffic_of,
+)
 
 if TYPE_CHECKING:
     from tests.ranks import RankPools
@@ -71,14 +86,18 @@ def real(name: str, job: Job) -> tuple[dict[str, int], list[tuple[str, str, int]
     """State between steps, the engine's traffic in the third step, and that of the model's code."""
     forget_meshes()
     torch.manual_seed(0)
-    model = build(name)
+    model = built(name, job)
     feed = TrainingForward(model, job)
     mesh = sw.mesh(**job.mesh)
+    groups: dict[str, Any] = {}
+    if job.tp > 1:
+        axis = mesh["tp"].get_group()
+        groups[TENSOR] = AXES[axis] = RecordingCollectives(collectives_for(axis, "cpu"))
     with recording():
         sw.shard(model, job.strategy, mesh=mesh, tp_plan="auto" if job.tp > 1 else None, precision=job.precision)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = (muon if job.optimizer == "muon" else adamw)(model.parameters())
     own = require_engine(model).mesh
-    groups = {"shard": own.shard, "replicate": own.replicate}
+    groups |= {"shard": own.shard, "replicate": own.replicate}
     recorded = {key: group for key, group in groups.items() if isinstance(group, RecordingCollectives)}
     over_axis = OverTheAxis()
     for _ in range(3):
@@ -93,7 +112,7 @@ def real(name: str, job: Job) -> tuple[dict[str, int], list[tuple[str, str, int]
         (key, event.op, event.bytes_sent)
         for key, group in recorded.items()
         for event in group.events[start[key] :]
-        if event.op in {"all_gather", "reduce_scatter", "all_reduce"}
+        if event.op in {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
     ]
     return {kind: sw.memory(model).peak[kind] for kind in STATE}, sent, over_axis.sent
 
@@ -128,13 +147,39 @@ def test_memory_and_traffic_with_slices_of_sequences(ranks: RankPools, name: str
     check_against_a_run(ranks, name, job_of(4, **options))
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"optimizer": "muon"}),
+        pytest.param(
+            "llama", {"optimizer": "muon", "strategy": "hybrid_shard", "shard_group": 1}, marks=pytest.mark.slow
+        ),
+        ("llama", {"lora": {"r": 4}, "precision": MIXED}),
+    ],
+)
+def test_whole_matrices_and_adapters(ranks: RankPools, name: str, options: dict[str, Any]) -> None:
+    if "lora" in options:
+        pytest.importorskip("peft")
+    check_against_a_run(ranks, name, job_of(4, tp=2, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_activations_of_adapters(ranks: RankPools, mode: str) -> None:
+    pytest.importorskip("peft")
+    check(ranks, "llama", mode, tp=2, lora={"r": 4})
+
+
 def check_against_a_run(ranks: RankPools, name: str, job: Job) -> None:
     for rank, (state, sent, over_axis) in enumerate(ranks(4).run(real, name, job)):
-        recorded = record(lambda: build(name), job, rank)
+        recorded = recorded_of(name, job, rank)
         assert state_of(recorded) == state
-        for group in ("shard", "replicate"):
-            of_units = [event for event in traffic_of(recorded) if event[0] == group and event[2] > 4096]
-            assert of_units == [event for event in sent if event[0] == group and event[2] > 4096]
+        for group in ("shard", "replicate", TENSOR):
+            dry, counted = (
+                [(op, nbytes) for of, op, nbytes in events if of == group and (nbytes > 4096 or op == "all_to_all")]
+                for events in (traffic_of(recorded), sent)
+            )
+            assert dry == counted
         assert sent_over_axis(recorded) == over_axis
         assert len(over_axis) > 6
 
@@ -228,6 +273,8 @@ def test_what_cannot_be_cut_is_told() -> None:
         record(lambda: build("llama"), job_of(8, tp=8))
     with pytest.raises(PlanError, match="tp=2: GPT2LMHeadModel has no tensor-parallel plan"):
         record(gpt2, job_of(2, tp=2))
-    with pytest.raises(ConfigError, match="tp=2 with optimizer='muon' is not supported"):
-        job_of(2, tp=2, optimizer="muon")
+    with pytest.raises(ConfigError, match="tp=2 with optimizer='adamw-8bit' is not supported"):
+        job_of(2, tp=2, optimizer="adamw-8bit")
+    with pytest.raises(ConfigError, match=r"tp=2 with precision\.frozen='nf4' is not supported"):
+        job_of(2, tp=2, lora=4, precision=replace(MIXED, frozen="nf4"))
     assert not dist.is_initialized()

@@ -27,15 +27,10 @@ from shardwise.plan.dry_run.step import record
 from shardwise.plan.models.source import resolve
 from tests.engine.cases import CASES, FP32, MIXED, Case
 from tests.engine.rig import Block
-from tests.plan.rig import Regression, gpt2, job_of, real, regression, state_of, traffic_of
+from tests.plan.rig import Regression, gpt2, job_of, muon, real, regression, state_of, traffic_of
 
 if TYPE_CHECKING:
     from tests.ranks import RankPools
-
-
-def muon(parameters: Any) -> torch.optim.Optimizer:
-    groups = [[p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]]
-    return sw.optim.whole_matrix(torch.optim.Muon, [{"params": g} for g in groups], adamw={"fused": True})
 
 
 def wide() -> nn.Module:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
@@ -22,6 +20,7 @@ from shardwise.plan.models.source import resolve
 from shardwise.plan.simulate.forecast import forecast
 from shardwise.policy.adapters import Adapters
 from shardwise.policy.precision import precision_of
+from tests.plan.rig import with_peft
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 320,
@@ -29,35 +28,6 @@ LLAMA = {
 }  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 100}
 MOE = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-
-
-def with_peft(builder: Callable[[], nn.Module], adapters: Adapters, dtype: torch.dtype) -> Callable[[], nn.Module]:
-    """What the trainer does: freeze the model in its dtype and let PEFT add adapters in fp32."""
-    peft: Any = pytest.importorskip("peft")
-
-    def build() -> nn.Module:
-        config = peft.LoraConfig(
-            r=adapters.r,
-            lora_dropout=adapters.dropout,
-            target_modules="all-linear" if adapters.targets is None else [*adapters.targets],
-            task_type="CAUSAL_LM",
-        )
-        model: Any = peft.inject_adapter_in_model(config, frozen(builder, dtype))
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-        return model  # type: ignore[no-any-return]
-
-    return build
-
-
-def frozen(builder: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    model: Any = builder()
-    for name, parameter in [*model.named_parameters()]:
-        module, _, own = name.rpartition(".")
-        setattr(model.get_submodule(module), own, nn.Parameter(parameter.to(dtype), requires_grad=False))
-    model.tie_weights()
-    return model  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
@@ -123,9 +93,10 @@ def test_a_target_that_the_model_lacks() -> None:
 
 def test_what_only_peft_has_adapters_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapted, "find_spec", lambda name: None)
-    for config, targets, words in (
-        (LLAMA, ("embed_tokens",), r"adapters of model.embed_tokens \(Embedding\) need PEFT"),
-        (MOE, None, "adapters of stacked experts need PEFT, which is not installed: pip install 'shardwise"),
+    for config, targets, tp, words in (
+        (LLAMA, ("embed_tokens",), 1, r"adapters of model.embed_tokens \(Embedding\) need PEFT"),
+        (MOE, None, 1, "adapters of stacked experts need PEFT, which is not installed: pip install 'shardwise"),
+        (LLAMA, None, 2, "adapters of a model that tp=2 cuts need PEFT"),
     ):
         with pytest.raises(PlanError, match=words):
-            record(with_adapters(resolve(config).builder(), Adapters(4, targets), "bf16"), Job(seq_len=32))
+            record(with_adapters(resolve(config).builder(), Adapters(4, targets), "bf16", tp), Job(seq_len=32))

@@ -111,6 +111,11 @@ class TensorPlacement(Placement):
         """The local tensor's part of the whole."""
         return part_of(self.spec)
 
+    @property
+    def parts(self) -> list[Part]:
+        """The part of each rank of the tensor mesh, which has one axis."""
+        return [part_of(self.spec, [rank]) for rank in range(self.axes[0].world_size)]
+
     def piece(self, full: Tensor) -> Tensor:
         """Return this rank's piece of a plain tensor of the global or the local shape, or of a DTensor on the tensor
         mesh."""
@@ -137,8 +142,8 @@ class TensorPlacement(Placement):
         return whole.to(flat.device)
 
 
-def part_of(spec: DTensorSpec) -> Part:
-    """Return the part of a tensor that this rank of its mesh holds.
+def part_of(spec: DTensorSpec, at: Sequence[int] | None = None) -> Part:
+    """Return the part of a tensor that a rank of its mesh holds: the one `at` these places on its axes, or this rank.
 
     Shard cuts a dim into equal chunks, of which the last ones may be shorter or empty. Strided, it cuts each of several
     equal segments of a dim so: of weights that are packed together, each rank has its chunk of all.
@@ -147,7 +152,8 @@ def part_of(spec: DTensorSpec) -> Part:
     for axis, how in enumerate(spec.placements):
         if isinstance(how, Shard | _StridedShard):
             segments = int(how.split_factor) if isinstance(how, _StridedShard) else 1
-            dim, ranks, rank = how.dim, spec.mesh.size(axis), spec.mesh.get_local_rank(axis)
+            dim, ranks = how.dim, spec.mesh.size(axis)
+            rank = spec.mesh.get_local_rank(axis) if at is None else at[axis]
             total = sum(stop - start for start, stop in held[dim])
             chunk = -(-(total // segments) // ranks)
             ranges = [

@@ -36,6 +36,16 @@ def axis_of(matrix: ShardedParameter) -> Collectives | None:
     return axes[0] if axes else None
 
 
+def parts_of(matrix: ShardedParameter) -> Sequence[Part]:
+    """Return the part of each rank of the tensor axis along which the matrix is cut; none if it is not."""
+    if axis_of(matrix) is None:
+        return ()
+    from shardwise.engine.extensions.tensor_parallel import TensorPlacement  # imports torch's DTensor
+
+    assert isinstance(matrix.placement, TensorPlacement)
+    return matrix.placement.parts
+
+
 class Lanes:
     """The lanes of one mesh: pieces to owners and back in a shard group, updated pieces to the replicas, and between
     the two, what is cut along the tensor axis to the one owner there, and back."""

@@ -219,10 +219,10 @@ class Job(RunSettings, Machines):
         if self.cp > self.seq_len:
             raise ConfigError(f"cp={self.cp} is more than the {self.seq_len} tokens of a sequence")
         beside = {
-            f"optimizer={self.optimizer!r}": self.optimizer in {"muon", "adamw-8bit"},
+            f"optimizer={self.optimizer!r}": self.optimizer == "adamw-8bit",
             f"loss={self.loss!r}": self.loss == "chunked",
             "offload": self.offload is not None,
-            "lora": self.lora is not None,
+            f"precision.frozen={self.precision.frozen!r}": self.precision.frozen is not None,
         }
         refused = [words for words, is_given in beside.items() if is_given]
         if self.tp > 1 and refused:

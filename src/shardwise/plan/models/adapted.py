@@ -1,5 +1,5 @@
-"""A model with low-rank adapters, as the trainer's `[lora]` makes it with PEFT. For linear layers, plans have adapters
-of their own, so that they need no PEFT."""
+"""A model with low-rank adapters, as the trainer's `[lora]` makes it with PEFT. For linear layers that no tensor axis
+cuts, plans have adapters of their own, so that they need no PEFT."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ Builder = Callable[[], nn.Module]
 
 
 @lru_cache(maxsize=8)  # one function for one model, so that caches keyed by builders hit
-def with_adapters(builder: Builder, adapters: Adapters | None, computed: str) -> Builder:
+def with_adapters(builder: Builder, adapters: Adapters | None, computed: str, tp: int = 1) -> Builder:
     """Return a builder of the same model, frozen, with adapters in fp32; the builder itself without adapters.
 
     Args:
         builder: builds the model, on the meta device.
         adapters: the adapters' settings; None for no adapters.
         computed: short name of the dtype in which the model computes.
+        tp: the number of ranks that will cut the model.
 
     Raises:
         PlanError: when the builder is called: the model lacks a target, or PEFT, which adapters of embeddings,
-            convolutions and stacked experts need, is not installed or has none for a target.
+            convolutions, stacked experts and models that are cut need, is not installed or has none for a target.
     """
     if adapters is None:
         return builder
@@ -49,6 +50,8 @@ def with_adapters(builder: Builder, adapters: Adapters | None, computed: str) ->
         other = next((f"{name} ({type(one).__name__})" for name, one in layers.items() if not _is_linear(one)), None)
         if other is None and any(parameter.ndim == _STACK_NDIM for parameter in model.parameters()):
             other = "stacked experts"
+        if tp > 1:
+            other = f"a model that tp={tp} cuts"
         if other is not None:
             return _with_peft(model, adapters, other)
         for name, layer in layers.items():

@@ -231,7 +231,7 @@ def recorded(source: ModelSource, job: Job, rank: int = 0) -> Recording:
     from shardwise.plan.dry_run.step import record  # imports torch
     from shardwise.plan.models.adapted import with_adapters
 
-    return record(with_adapters(source.builder(job.attention), job.lora, job.compute_dtype), job, rank)
+    return record(with_adapters(source.builder(job.attention), job.lora, job.compute_dtype, job.tp), job, rank)
 
 
 def _signature() -> inspect.Signature:
