@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from shardwise.downloads import LargeFile, download
-from shardwise.errors import HubError, one_line
+from shardwise.errors import CheckpointError, HubError, one_line
 from shardwise.suggest import nearest_path
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ TOKENIZER_FILES = (
     "tekken.json",
 )  # fmt: skip
 """Files of which a directory with a tokenizer has at least one."""
+_RUNS = "runs/"
+"""Where runs are unless `log.directory` says otherwise: what begins so is a path, whether it exists or not."""
 _TEMPLATES = "additional_chat_templates/"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([^@\s]+))?", re.ASCII)
@@ -110,12 +112,35 @@ def may_be_name(text: str | os.PathLike[str]) -> bool:
 
 
 def hub_name(text: str | os.PathLike[str]) -> HubName | None:
-    """Return the name that a text is; None for a path of this machine (an existing one always is), a URL and anything
-    that is not of the form "org/name" or "org/name@revision"."""
-    if not isinstance(text, str):
+    """Return the name that a text is; None for a path of this machine (an existing one always is, and any below
+    `runs/`), a URL and anything that is not of the form "org/name" or "org/name@revision"."""
+    if not isinstance(text, str) or text.startswith(_RUNS):
         return None
     found = _NAME.fullmatch(text)
     return None if found is None or os.path.exists(text) else HubName(found[1], found[2])  # noqa: PTH110
+
+
+def check_there(text: str, takes_names: bool = True) -> None:
+    """Raise CheckpointError if nothing is at the path that a text is. Names of a hub and URLs pass. Commands call this
+    before torch is imported, which takes seconds. `takes_names`: whether the message may propose a name of a hub."""
+    path = Path(text)
+    if "://" in text or hub_name(text) is not None:
+        return
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        named = takes_names and not text.startswith(_RUNS)
+        hint = nearest_path(path) or ("; a model on a hub is named org/name" if named else "")
+        raise CheckpointError(f"{text}: no such checkpoint{hint}") from None
+    except (OSError, ValueError):  # whoever reads it says why it cannot be read
+        return
+
+
+def settled(text: str) -> str:
+    """Return a path that exists, and a name of a hub with its commit: what names nothing is found before torch is
+    imported. Raises CheckpointError as `check_there`, HubError as `fetch`."""
+    check_there(text)
+    return pinned(text, repr(text))
 
 
 def local(text: str | os.PathLike[str]) -> Path:

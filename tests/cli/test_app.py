@@ -85,7 +85,7 @@ def test_an_adapter_without_peft_is_told_before_torch_is_loaded(under_torchrun: 
         [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, **ranks}, capture_output=True, text=True
     )
     assert told.returncode == 2
-    assert told.stderr == "error: lora.r=4 needs PEFT, which is not installed: pip install 'shardwise[peft]'\n"
+    assert told.stderr == "error: lora.r=4 needs PEFT, which is not installed: pip install 'shardwise[train,peft]'\n"
     assert told.stdout == ""
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
@@ -121,3 +121,35 @@ def test_bench_outside_a_source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "SCRIPT", Path("nowhere") / "peers.py")
     with pytest.raises(UserError, match="not part of the installed package"):
         bench.find_script()
+
+
+GONE = {
+    "generate runs/nope --prompt a": "runs/nope: no such checkpoint",
+    "export nope --onnx out": "nope: no such checkpoint; a model on a hub is named org/name",
+    "convert runs/nope out --to hf": "runs/nope: no such checkpoint",
+    "inspect runs/nope": "runs/nope: no such checkpoint",
+    "inspect nope.toml": "no configuration file at nope.toml",
+    "report runs/nope": "runs/nope: no such run",
+    "plan runs/nope --gpus 1": "MODEL 'runs/nope' was not found",
+    "doctor nope.toml": "no configuration file at nope.toml",
+    "init --model runs/nope --data x.jsonl": "model.path='runs/nope': no such file or directory",
+}
+
+
+def test_what_is_not_there_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    """All commands in one process: its start takes longer than they do."""
+    (tmp_path / "runs").mkdir()
+    program = (
+        "import sys\nfrom shardwise.cli.app import run\n"
+        "for line in sys.stdin.read().splitlines():\n"
+        "    assert run(line.split()) == 2\n"
+        "    assert 'torch' not in sys.modules, line\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program], input="\n".join(GONE), cwd=tmp_path, capture_output=True, text=True
+    )
+    assert told.returncode == 0, told.stderr
+    lines = told.stderr.splitlines()
+    assert len(lines) == len(GONE)
+    for line, words in zip(lines, GONE.values(), strict=True):
+        assert line.startswith(f"error: {words}")

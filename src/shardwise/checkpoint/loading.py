@@ -78,9 +78,9 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, it has no optimizer or one of another class, or entries
-            are missing, unexpected, of another shape or of another kind of numbers: all are named, before anything is
-            overwritten. UsageError: an entry of the model's state_dict cannot be read into. MismatchError: ranks load
-            different things. Every rank raises, whichever failed.
+            are missing, unexpected, of another shape or of another kind of numbers: the first are named, and how many
+            more there are, before anything is overwritten. UsageError: an entry of the model's state_dict cannot be
+            read into. MismatchError: ranks load different things. Every rank raises, whichever failed.
 
     Sizes, headers and `training.json` are checked, checksums of tensors are not: `verify` reads everything. Each rank
     reads only its own bytes.

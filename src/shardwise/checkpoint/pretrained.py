@@ -78,10 +78,10 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
 
     Raises:
         CheckpointError: there is no such directory, it is damaged, it holds only pickles or quantized weights, tied
-            weights differ, or names, shapes or kinds of numbers do not fit: all are named, before anything is
-            overwritten. UsageError: an entry of the model's state_dict cannot be read into. MismatchError: ranks read
-            files whose headers differ. HubError: a name of a hub has no such files, or they cannot be fetched. Every
-            rank raises, whichever failed.
+            weights differ, or names, shapes or kinds of numbers do not fit: the first are named, and how many more
+            there are, before anything is overwritten. UsageError: an entry of the model's state_dict cannot be read
+            into. MismatchError: ranks read files whose headers differ. HubError: a name of a hub has no such files, or
+            they cannot be fetched. Every rank raises, whichever failed.
 
     Each rank reads the bytes of its own elements and no others: straight into place if dtypes agree, otherwise 32 MiB
     at a time.

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise import __version__
+from shardwise import __version__, hub
 from shardwise.cli import bench as bench_script
 from shardwise.cli import doctor as doctor_command
 from shardwise.cli import generate as generate_command
@@ -141,22 +141,24 @@ def inspect(
 
     if not what.endswith(".toml") and (recipe_named(Path(what)) is None or Path(what).is_dir()):
         return _inspect_checkpoint(what, overrides or (), quick, tensors)
+    config = load(Path(what), overrides or ())
     from shardwise import device_tools
     from shardwise.cli.inspect import table
     from shardwise.train.run.preflight import check
 
-    print(table(check(load(Path(what), overrides or ()), device_tools.count())))
+    print(table(check(config, device_tools.count())))
     return Exit.DONE
 
 
 def _inspect_checkpoint(what: str, overrides: Sequence[str], quick: bool, tensors: bool) -> int:
     """Print what a checkpoint or a run holds; return exit status 1 if it is damaged."""
+    if overrides:
+        raise UserError(f"{overrides[0]!r}: overrides are for configurations (.toml), and {what} is not one")
+    hub.check_there(what)
     from shardwise import checkpoint
     from shardwise.cli.inspect_checkpoint import reading, report
     from shardwise.cli.progress import Progress
 
-    if overrides:
-        raise UserError(f"{overrides[0]!r}: overrides are for configurations (.toml), and {what} is not one")
     progress = Progress(reading)
     try:
         found = checkpoint.inspect(what, quick, progress)
@@ -223,6 +225,7 @@ def convert(  # noqa: PLR0913, PLR0917 - one for each option
         return Exit.DONE
     if target is None:
         raise UserError(f"TARGET is missing: shardwise convert {source} TARGET (see shardwise convert --help)")
+    hub.check_there(source, takes_names=False)
     from shardwise import checkpoint
     from shardwise.cli.convert import report
 
@@ -262,6 +265,7 @@ def export(  # noqa: PLR0913, PLR0917 - one for each option
     debug: Annotated[bool, typer.Option("--debug", help="Also show tracebacks of mistakes.")] = False,
 ) -> int:
     """Write a model as ONNX files, and check in onnxruntime that they answer as PyTorch does."""
+    checkpoint = hub.settled(checkpoint)
     from shardwise.cli.export import lines, quieten, say
     from shardwise.export.onnx import export_onnx
 

@@ -24,10 +24,11 @@ def report(target: str, converted: Converted) -> str:
     optimizer = "no optimizer"
     if converted.optimizer_parameters is not None:
         optimizer = f"optimizer state of {counted(converted.optimizer_parameters, 'parameter')}"
+    step = f", step {converted.step}" if converted.step or converted.source.is_own else ""  # others may not tell it
     merged = ", merged into its base" if converted.source.value == "peft" else ""
     lines = [
         f"{target}: {KINDS[converted.target.value]}, from {KINDS[converted.source.value]}{merged}",
-        f"{counted(converted.tensors, 'tensor')}, {optimizer}, {format_bytes(converted.nbytes)}, step {converted.step}",
+        f"{counted(converted.tensors, 'tensor')}, {optimizer}, {format_bytes(converted.nbytes)}{step}",
     ]
     shown = converted.left_out[:_SHOWN]
     if shown:

@@ -60,20 +60,23 @@ def doctor(  # noqa: PLR0913, PLR0917 - one for each option
     for option, value, least in (("layers", layers, 0), ("steps", steps, 1), ("ranks", ranks, 1)):
         if value is not None and value < least:
             raise UserError(f"--{option} {value}: must be at least {least}")
-    from shardwise import device_tools
-    from shardwise.cli.process.diagnosing import Request, run
-    from shardwise.train.config.files import dump_toml
-    from shardwise.train.run.preflight import DEFAULT_CPU_RANKS, check_devices
-
     named = [strategy_of(word.strip()).value for word in (strategies or "").split(",") if word.strip()]
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if config is not None:
+        from shardwise.train.config.files import dump_toml, load
+
+        fixed = _whole_number("WORLD_SIZE") if launched else ranks
+        loaded = load(config, [*(overrides or ()), *([f"parallel.ranks={fixed}"] if fixed else [])])
+    from shardwise import device_tools
+    from shardwise.cli.process.diagnosing import Request, run
+    from shardwise.train.run.preflight import DEFAULT_CPU_RANKS, check_devices
+
     gpus = device_tools.count()
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         place = Path(name)
         written, count = None, ranks or gpus or DEFAULT_CPU_RANKS
         if config is not None:
-            fixed = _whole_number("WORLD_SIZE") if launched else ranks
-            loaded = _loaded(config, [*(overrides or ()), *([f"parallel.ranks={fixed}"] if fixed else [])], gpus)
+            loaded = _settled(loaded, gpus)
             loaded = loaded.model_copy(update={"model": _shrunk(loaded.model, layers, place)})
             count, written = loaded.parallel.ranks, place / "config.toml"  # type: ignore[assignment]
             written.write_text(dump_toml(loaded), encoding="utf-8")
@@ -96,13 +99,11 @@ def doctor(  # noqa: PLR0913, PLR0917 - one for each option
         return _show(out, json) if out.exists() else Exit.DONE  # of torchrun's ranks, the first has it
 
 
-def _loaded(config: Path, overrides: list[str], gpus: int) -> "Config":
+def _settled(loaded: "Config", gpus: int) -> "Config":
     """Return a configuration as `shardwise train` would check it, as far as it is diagnosed: from random weights, with
     data axes alone."""
-    from shardwise.train.config.files import load
     from shardwise.train.run.preflight import check
 
-    loaded = load(config, overrides)
     if loaded.parallel.backend == "jax":
         raise UserError('parallel.backend = "jax": the doctor looks at torch; add parallel.backend=torch to try that')
     if loaded.parallel.ranks_per_batch > 1:

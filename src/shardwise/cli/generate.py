@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shardwise import hub
 from shardwise.cli.process.exit import Exit
 from shardwise.errors import ConfigError, UsageError, UserError
 
@@ -152,6 +153,7 @@ def _run(asked: Asked, options: dict[str, Any], debug: bool) -> int:
     _check_ways(asked)
     template = _template(asked.chat_template)
     rows = _rows(asked)
+    checkpoint = hub.settled(asked.checkpoint)
     from shardwise import device_tools
     from shardwise.cli.process.session import Request, run
     from shardwise.fsdp.strategy import dtype_name
@@ -160,7 +162,7 @@ def _run(asked: Asked, options: dict[str, Any], debug: bool) -> int:
 
     dtype_name(asked.dtype, "--dtype")
     quiet_transformers()
-    source = find_source(asked.checkpoint, asked.base, asked.tokenizer, template, _say)
+    source = find_source(checkpoint, asked.base, asked.tokenizer, template, _say)
     given = _checked(options, source.weights)
     request = Request(
         weights=str(source.weights),

@@ -13,6 +13,7 @@ import typer
 
 from shardwise.cli.process.exit import Exit
 from shardwise.errors import ConfigError, UsageError, UserError
+from shardwise.hub import hub_name
 from shardwise.train.config.tasks import DEFAULT, KINDS, TaskName
 
 if TYPE_CHECKING:
@@ -61,6 +62,12 @@ def init(  # noqa: PLR0913, PLR0917 - one for each option
     if missing and not sys.stdin.isatty():
         raise UsageError(f"{' and '.join(missing)} missing, and there is no terminal to ask in: give {missing[0]}")
 
+    if model is not None and hub_name(model) is None:
+        _check_model(model)
+    if data is not None:
+        from shardwise.train.data.sources import check_there
+
+        check_there(data)
     from shardwise.plan.models.transformers_models import quiet_transformers
 
     quiet_transformers()
@@ -107,7 +114,7 @@ def _words(asked: Asked, made: First, out: Path) -> list[str]:
     there = "" if device_tools.count() else " --gpus 1"  # on the usual GPU, since this machine has none
     is_chat = rows.is_packed and not rows.continues and rows.kind != "prompt and completion"
     template = "" if made.has_template else " --chat-template plain"
-    answer = f"{run} --chat{template}" if is_chat else f"{run} --prompt {shlex.quote('Once upon a time')}"
+    answer = f"{run} --chat{template}" if is_chat else f"{run} --prompt {shlex.quote(rows.begins or '...')}"
     uses = f"  shardwise generate {answer}"
     if made.task not in {DEFAULT, "seq2seq-lm"}:
         final = str(made.config.run_directory / "final")
@@ -162,8 +169,7 @@ def _check_task(task: str) -> None:
 
 def _check_model(name: str) -> None:
     from shardwise.train.config.files import config_of
-    from shardwise.train.data.model_files import settled
-    from shardwise.train.first_config import model_section
+    from shardwise.train.data.model_files import model_section, settled
 
     settled(config_of({"model": model_section(name), "train": {"steps": 1}, "log": {"name": "init"}}, "Model"))
 

@@ -20,7 +20,7 @@ from shardwise.train.config.tasks import DEFAULT, TaskName, class_for, named_tas
 from shardwise.train.data.documents import Document
 from shardwise.train.data.encoding import encode_document
 from shardwise.train.data.micro_batch import Draw, MicroBatch
-from shardwise.train.data.model_files import fetch, has_weights, settled
+from shardwise.train.data.model_files import fetch, model_section, settled
 from shardwise.train.data.rows import KINDS, document_of_row, filled, kind_of
 from shardwise.train.data.sources import each_row, folder_of_pictures, is_saved
 from shardwise.train.data.streaming import Stream
@@ -35,6 +35,8 @@ _COUNTED = 200_000
 """Number of documents that are counted at most."""
 _LONGEST_ROW = 2048
 _PASSES = 3
+_LONGEST_PROMPT, _FIRST_WORDS = 100, 6
+"""Characters of an example that the proposed prompt may have, and how many words of it are left of a longer one."""
 _MOST_STEPS = 10_000
 _LARGE, _SMALL = 10**9, 10**8
 """Numbers of parameters: from the first on, memory is what limits a step; below the second, learning rates are high."""
@@ -117,11 +119,19 @@ class Rows:
     """Number of tokens of all of them, estimated from the first; 0 for pictures alone."""
     longest: int
     """Tokens of the longest of those looked at."""
+    begins: str = ""
+    """What the model could be asked: the first example's prompt, or the beginning of its text; empty where there is
+    none."""
 
     @property
     def is_packed(self) -> bool:
-        """Whether several documents may share a row of `data.seq_len`, as they do for causal language models."""
+        """Whether several documents may share a sequence of `data.seq_len`, as they do for causal language models."""
         return self.kind in KINDS
+
+    @property
+    def unit(self) -> str:
+        """What a micro-batch has some of: several documents may share a sequence."""
+        return "sequences" if self.is_packed else "rows"
 
     @property
     def continues(self) -> bool:
@@ -141,13 +151,6 @@ class First:
     rows: Rows
     has_template: bool
     """Whether the tokenizer has a chat template."""
-
-
-def model_section(name: str) -> dict[str, Any]:
-    """Return the keys of `[model]` that name a model. Raises HubError if it is named on a hub that cannot be asked."""
-    directory = ModelConfig(path=name).directory
-    assert directory is not None
-    return {"path": name} if has_weights(directory) else {"path": name, "weights": RANDOM}
 
 
 def first_config(asked: Asked, name: str, ranks: int, say: Callable[[str], None]) -> First:
@@ -241,7 +244,19 @@ def _look_at_task(config: Config, task: TaskName) -> tuple[Task, Rows]:
     assert not isinstance(loaded.train, Stream)
     count = len(loaded.train)
     lengths = [_length(loaded.train.micro_batch([Draw(row, row)])) for row in range(min(count, _LOOKED_AT))]
-    return loaded, Rows(task, count, True, sum(lengths) * count / len(lengths), max(lengths))
+    begins = _beginning(_source_text(config.data)) if task == "seq2seq-lm" else ""
+    return loaded, Rows(task, count, True, sum(lengths) * count / len(lengths), max(lengths), begins)
+
+
+def _source_text(data: DataConfig) -> str:
+    """Return what a sequence-to-sequence model is given in the first row."""
+    _, row = next(iter(each_row(data.source, data.format, data.subset, data.split)))
+    return next((str(row[name]) for name in SOURCES if row.get(name)), "")
+
+
+def _beginning(text: str) -> str:
+    """Return a short text whole, and the first words of a longer one."""
+    return text if len(text) <= _LONGEST_PROMPT else " ".join(text[:_LONGEST_PROMPT].split()[:_FIRST_WORDS])
 
 
 def _length(batch: MicroBatch) -> int:
@@ -278,7 +293,8 @@ def _look_at_rows(config: Config, tokenizer: Tokenizer) -> Rows:
     for document in islice(each, _COUNTED):
         count, characters = count + 1, characters + _characters(document)
     tokens = sum(lengths) * characters / max(known, 1)
-    return Rows(kind, count, next(each, None) is None, tokens, max(lengths))
+    begins = _beginning(next((segment.text for segment in first[0].segments), "").strip())
+    return Rows(kind, count, next(each, None) is None, tokens, max(lengths), begins)
 
 
 def _characters(document: Document) -> int:
@@ -309,7 +325,8 @@ def _steps(asked: Asked, rows: Rows, seq_len: int, batch: int) -> tuple[int, str
         return asked.steps, ""
     packed = max(1, math.ceil(rows.tokens / seq_len)) if rows.is_packed else rows.count
     wanted = max(20, math.ceil(_PASSES * packed / batch))
-    about = f"{'about ' * rows.is_packed}{packed:,} rows" if rows.is_whole else f"more than {packed:,} rows"
+    one = rows.unit
+    about = f"{'about ' * rows.is_packed}{packed:,} {one}" if rows.is_whole else f"more than {packed:,} {one}"
     if rows.is_packed and rows.is_whole:
         about += f" of {seq_len} tokens"
     if wanted > _MOST_STEPS:
@@ -355,15 +372,15 @@ def _text(
     for key, value in data_keys.items():
         lines.key(key, value, _KINDS[rows.kind] if key == "source" else "")
     if rows.longest:
-        lines.key("seq_len", seq_len, "tokens of a row" if rows.continues or asked.seq_len else cut)
+        lines.key("seq_len", seq_len, "tokens of a sequence" if rows.continues or asked.seq_len else cut)
     if rows.is_packed and not rows.continues:
-        lines.comment("document_mask = true  # examples that share a row do not see one another; most models can")
+        lines.comment("document_mask = true  # examples that share a sequence do not see one another; most models can")
     lines.key("eval_fraction", held_out, "of the rows, held out to evaluate on")
     lines.section("train")
     lines.key("steps", steps, passes)
-    lines.key("micro_batch", micro_batch, "rows that a rank computes at once; lower it if memory is short")
+    lines.key("micro_batch", micro_batch, f"{rows.unit} that a rank computes at once; lower it if memory is short")
     lines.comment(
-        f"global_batch = {4 * micro_batch * ranks}  # rows of a step over all ranks, in several micro-batches"
+        f"global_batch = {4 * micro_batch * ranks}  # {rows.unit} of a step over all ranks, in several micro-batches"
     )
     lines.raw("lr", lr, "the highest; lower it if the loss jumps" if model.is_trained else "the highest")
     lines.key("warmup_steps", max(1, steps // 20), "")

@@ -187,7 +187,7 @@ def test_one_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_mistakes(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "does not exist" in told(capsys, 2, room / "nothing")
+    assert "no such checkpoint" in told(capsys, 2, room / "nothing")
     (room / "empty").mkdir()
     assert "is not a checkpoint" in told(capsys, 2, room / "empty")
     text = room / "notes.txt"

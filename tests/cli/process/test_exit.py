@@ -18,6 +18,14 @@ def test_a_missing_module_names_its_extra(module: str, extra: str) -> None:
     assert said == f"the module {name!r} is missing; install it with: pip install 'shardwise[{extra}]'"
 
 
+def test_all_that_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("datasets", "peft"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(sys, "argv", ["shardwise", "init", "--lora=8"])
+    said = mistake(ModuleNotFoundError("No module", name="datasets"))
+    assert said == "the modules datasets, peft are missing; install them with: pip install 'shardwise[train,peft]'"
+
+
 def test_another_missing_module_is_no_mistake() -> None:
     assert mistake(ModuleNotFoundError("No module", name="shardwise.x")) is None
 

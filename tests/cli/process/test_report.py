@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardwise.cli.process import report
-from shardwise.errors import CollectiveTimeout
+from shardwise.errors import CheckpointError, CollectiveTimeout
 
 REMOTE = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process exited or there was a "
@@ -26,6 +29,16 @@ NO_MEMORY = (
     "function failed.\nLast error:\nFailed to CUDA calloc async 608 bytes"
 )
 TWICE = "NCCL error in: NCCLUtils.hpp:94, invalid usage\nLast error:\nDuplicate GPU detected : rank 1 and rank 0"
+
+
+def test_torchrun_finds_what_a_rank_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "error.json"
+    ending = report.describe(CheckpointError("it does not fit: a"), 1)
+    report.tell_torchrun(ending)  # not under torchrun
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    report.tell_torchrun(ending)
+    failure = ProcessFailure(1, 7, 2, str(file))
+    assert failure.message["message"] == "it does not fit: a"  # what torchrun shows
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,10 @@ def test_the_table_at_the_end() -> None:
     assert "10.0 KiB" in out.getvalue()
     assert "full_shard, counted" in out.getvalue()
     assert "DDP, computed" in out.getvalue()
-    assert "0.50 of DDP's bytes per rank; median step 0.250 s, measured" in out.getvalue()
+    assert (
+        "0.50 of DDP's bytes per rank (DDP keeps all of them on every rank); median step 0.250 s, measured"
+        in out.getvalue()
+    )
     console.offloaded("on disk", {"param_shards": 1024, "optimizer": 2048})
     console.offloaded("in host memory", {})
     assert out.getvalue().splitlines()[-1] == "rank 0 also has 3.0 KiB on disk: param_shards 1.0 KiB, optimizer 2.0 KiB"

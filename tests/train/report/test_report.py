@@ -273,7 +273,8 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     torn = made_up(tmp_path / "torn", rows(3))
     (torn / "metrics.jsonl").write_text('{"step": 1\n')
     lines = {
-        tmp_path / "emty": "is not the directory of a run: it has no config.toml; did you mean",
+        tmp_path / "emty": "no such run; did you mean",
+        tmp_path: "is not the directory of a run: it has no config.toml",
         empty: "the run has not taken a step yet, so there is nothing to report",
         damaged: "a file of the run is damaged: JSONDecodeError: ",
         torn: "metrics.jsonl, line 1: is damaged: ",

@@ -20,7 +20,7 @@ from shardwise.checkpoint.names.transformers_names import Found, Shape, find
 from shardwise.checkpoint.names.wrappers import unwrapped_name
 from shardwise.errors import CheckpointError, UsageError
 
-_SHOWN = 8
+_SHOWN = 3
 
 Wanted = list[tuple[Piece, Place]]
 Find = Callable[[nn.Module, Mapping[str, Shape], Mapping[str, Shape]], Found]

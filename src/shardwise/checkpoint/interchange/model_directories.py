@@ -14,7 +14,6 @@ from shardwise.checkpoint.interchange.merging import find_base, read_config
 from shardwise.checkpoint.io.storage import is_url
 from shardwise.checkpoint.publish import commit
 from shardwise.errors import CheckpointError
-from shardwise.suggest import nearest_path
 
 CONFIG = "config.json"
 
@@ -78,11 +77,9 @@ def _local(text: str) -> Path:
     """Return the directory that a path means: itself, or that of a run's newest model."""
     if is_url(text):
         raise CheckpointError(f"{text} is a URL, and only local files are read here: copy the directory first")
+    hub.check_there(text)
     path = Path(text)
     with manifest.reading(path):
-        if not path.exists():
-            hint = nearest_path(path) or "; a model on a hub is named org/name"
-            raise CheckpointError(f"{text}: no such checkpoint{hint}")
         if not (path / CONFIG).is_file() and not is_adapter(path):
             path = _newest_of_run(path)
         kind = kind_of(path)

@@ -2,6 +2,7 @@
 
 import atexit
 import enum
+import importlib.util
 import os
 import sys
 import traceback
@@ -13,6 +14,7 @@ _EXTRAS = {
     "train": ("datasets", "jinja2", "pydantic", "rich", "tokenizers", "transformers", "typer"),
     "onnx": ("onnx", "onnx_ir", "onnxruntime", "onnxscript"),
     "jax": ("flax", "jax", "optax"),
+    "peft": ("peft",),
 }
 
 
@@ -43,12 +45,24 @@ def leave(status: int) -> NoReturn:
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:
-    """Return the line that names the extra to install for a missing module; None for modules of no extra."""
+    """Return the line that names the extras to install for a missing module, and whatever else of them is missing, so
+    that nobody installs one after another; None for modules of no extra."""
     module = (error.name or "").partition(".")[0]
-    for extra, modules in _EXTRAS.items():
-        if module in modules:
-            return f"the module {module!r} is missing; install it with: pip install 'shardwise[{extra}]'"
-    return None
+    extras = [extra for extra, modules in _EXTRAS.items() if module in modules]
+    if extras and any(word.partition("=")[0] == "--lora" for word in sys.argv):
+        extras.append("peft")
+    missing = {
+        name: extra
+        for extra in extras
+        for name in _EXTRAS[extra]
+        if name == module or importlib.util.find_spec(name) is None
+    }
+    if not missing:
+        return None
+    one = len(missing) == 1
+    named = f"the module {module!r} is" if one else f"the modules {', '.join(missing)} are"
+    wanted = ",".join(dict.fromkeys(missing.values()))
+    return f"{named} missing; install {'it' if one else 'them'} with: pip install 'shardwise[{wanted}]'"
 
 
 def mistake(error: BaseException) -> str | None:

@@ -1,8 +1,10 @@
 """Reports of ranks that failed or were interrupted: files `rank-N.json` in a directory of the launcher."""
 
 import json
+import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -67,6 +69,15 @@ def format_report(ending: Report, debug: bool = False) -> str:
         return f"{line}\n{ending.traceback}" if debug else line
     why = " because another rank failed or exited" if ending.consequence else ""
     return f"error: rank {ending.rank} failed{why}:\n{ending.traceback}"
+
+
+def tell_torchrun(ending: Report) -> None:
+    """Write a rank's ending to the file, if any, whose message torchrun shows in its last lines: they would bury it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        told = {"message": ending.line or ending.traceback, "extraInfo": {"timestamp": str(int(ending.time_s))}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": told}), encoding="utf-8")
 
 
 def write(directory: Path, report: Report) -> None:

@@ -72,6 +72,7 @@ def end_as_rank(task: Callable[[], object], debug: bool) -> Exit:
         if ending.kind == "interrupted":
             leave(Exit.INTERRUPTED)
         print(report.format_report(ending, debug), file=sys.stderr)
+        report.tell_torchrun(ending)
         leave(Exit.USER_MISTAKE if ending.kind == "mistake" else Exit.FAILED)
     return Exit.DONE
 

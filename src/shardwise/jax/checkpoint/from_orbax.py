@@ -15,7 +15,7 @@ from shardwise.jax.checkpoint.leaves import Leaf, leaves_of, with_leaves
 T = TypeVar("T")
 _METADATA = "_METADATA"
 """Name of a file in the directory of every tree that orbax saves."""
-_SHOWN = 8
+_SHOWN = 3
 
 
 def is_of_orbax(path: object) -> bool:
@@ -33,7 +33,7 @@ def import_orbax(path: str | os.PathLike[str], like: T) -> T:
             without the `value` that flax appends. The result has its dtypes and shardings.
 
     Raises:
-        CheckpointError: no checkpoint of orbax, or leaves that are missing, unexpected or of another shape. Names all.
+        CheckpointError: no checkpoint of orbax, or leaves that are missing, unexpected or of another shape.
         ModuleNotFoundError: orbax is not installed.
 
     Each process reads its own shards. `swj.checkpoint.save` writes the result as a shardwise checkpoint.
@@ -100,7 +100,9 @@ def _check(place: Path, wanted: Mapping[str, Leaf], shapes: Mapping[str, tuple[i
         "with another shape": other,
     }
     wrong = [
-        f"{what}: {', '.join(names[:_SHOWN])}{' ...' * (len(names) > _SHOWN)}" for what, names in found.items() if names
+        f"{what}: {', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' * (len(names) > _SHOWN)}"
+        for what, names in found.items()
+        if names
     ]
     if wrong:
         raise CheckpointError(f"{place} does not fit: {'; '.join(wrong)}")

@@ -29,7 +29,7 @@ from shardwise.jax.checkpoint.saving import names_of
 T = TypeVar("T")
 _STAGED_BYTES = 512 * 2**20
 """Leaves are read in groups. A group is complete when it needs at least this much host memory."""
-_SHOWN = 8
+_SHOWN = 3
 _DISAGREE = "processes disagree about what to load: give every process the same path and a tree of the same leaves"
 
 

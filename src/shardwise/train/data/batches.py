@@ -55,13 +55,13 @@ class Datasets(NamedTuple):
         """Describe the data in words that are equal if and only if the data is."""
         ids = f"{self.tokenizer.vocab_size} token ids, of which {self.tokenizer.end_id} ends a document"
         digest = xxhash.xxh3_64_hexdigest(f"{self.train.digest} {self.held_out.digest}".encode())
-        return f"{self.size} to train on and {len(self.held_out):,} rows held out (digest {digest}), of {ids}"
+        return f"{self.size} to train on and {len(self.held_out):,} sequences held out (digest {digest}), of {ids}"
 
     @property
     def size(self) -> str:
         """The amount of data to train on, in words."""
         if isinstance(self.train, PackedRows):
-            return f"{len(self.train):,} rows"
+            return f"{len(self.train):,} sequences"
         blocks = sum(source.blocks for source in self.train.sources)
         return "1 block" if blocks == 1 else f"{blocks:,} blocks"
 

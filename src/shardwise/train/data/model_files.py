@@ -125,6 +125,13 @@ def has_weights(name: str) -> bool:
     return not {hub.SINGLE, hub.INDEX}.isdisjoint(hub.listing(found, repr(name)).files)
 
 
+def model_section(name: str) -> dict[str, str]:
+    """Return the keys of `[model]` that name a model. Raises HubError if it is named on a hub that cannot be asked."""
+    directory = ModelConfig(path=name).directory
+    assert directory is not None
+    return {"path": name} if has_weights(directory) else {"path": name, "weights": RANDOM}
+
+
 def _found(key: str, name: str | None) -> str | None:
     """Return a path that exists, or a name pinned to a commit whose configuration is in the cache. None if None."""
     if name is None:

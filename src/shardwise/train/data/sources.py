@@ -99,6 +99,12 @@ def stretches(
                     yield TableRows(file.as_posix(), table_of(file, kind))
 
 
+def check_there(source: str) -> None:
+    """Raise ConfigError if a path, folder or glob names no files. Names of a hub are not looked up."""
+    if hub_name(source) is None and not source.startswith(BUILTIN_PREFIX):
+        find_files(source)
+
+
 def check_keys(config: SourceConfig) -> None:
     """Raise ConfigError for a key that has no effect on the kind of source that is given."""
     named, saved = hub_name(config.source) is not None, is_saved(config.source)

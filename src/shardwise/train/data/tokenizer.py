@@ -173,11 +173,10 @@ def sources_in_words(config: Config, reads: str, resumes: bool) -> str:
 
 
 def in_words(name: str | None, tokenizer: Tokenizer) -> str:
-    """Return what a user is told of a tokenizer and its chat template. name: `data.tokenizer`."""
-    template = 'none ("### role" above each message)'
-    if getattr(tokenizer, "chat_template", None):
-        template = "the tokenizer's"
-    return f"tokenizer: {shown(name or BYTES)}, {tokenizer.vocab_size:,} ids; chat template: {template}"
+    """Return what a user is told of a tokenizer and, if it has rendered conversations without one of its own, of their
+    template. name: `data.tokenizer`."""
+    plain = '; it has no chat template: "### role" above each message' if tokenizer.renders_plainly else ""
+    return f"tokenizer: {shown(name or BYTES)}, {tokenizer.vocab_size:,} ids{plain}"
 
 
 def files_of(processor: Saved) -> dict[str, bytes]:

@@ -192,7 +192,9 @@ class RunConsole:
         self.console.print(summary_table(strategy, world_size, footprint))
         share = footprint.largest_bytes / footprint.replicated_bytes
         took = "" if step_time_s is None else f"; median step {step_time_s:.3f} s, measured"
-        self.say(f"{share:.2f} of DDP's bytes per rank{took}")
+        is_sharded = world_size > 1 and strategy != "no_shard"
+        why = "; of so small a model, buffers take more than sharding saves" if is_sharded and share >= 1 else ""
+        self.say(f"{share:.2f} of DDP's bytes per rank (DDP keeps all of them on every rank{why}){took}")
 
     def offloaded(self, place: str, memory: Mapping[str, int]) -> None:
         """Print rank 0's bytes by kind in a place beside the device; nothing if there are none."""

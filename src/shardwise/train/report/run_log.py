@@ -46,9 +46,10 @@ class RunLog:
             UserError: it is not the directory of a run, has taken no step, or a file of it is damaged.
         """
         directory = RunDirectory(path)
+        if not path.exists():
+            raise UserError(f"{path}: no such run{nearest_path(path)}")
         if not directory.config.is_file():
-            hint = "" if path.exists() else nearest_path(path)
-            raise UserError(f"{path} is not the directory of a run: it has no {directory.config.name}{hint}")
+            raise UserError(f"{path} is not the directory of a run: it has no {directory.config.name}")
         steps = _rows(directory.metrics)
         if not steps:
             raise UserError(f"{path}: the run has not taken a step yet, so there is nothing to report")

@@ -62,7 +62,10 @@ def check_supported(config: Config) -> None:
     if config.hub.push_to is not None:
         check_token(f"hub.push_to={config.hub.push_to!r}")
     if config.lora.r and find_spec("peft") is None:
-        raise ConfigError(f"lora.r={config.lora.r} needs PEFT, which is not installed: pip install 'shardwise[peft]'")
+        extras = "peft" if find_spec("datasets") else "train,peft"  # most data needs the other one
+        raise ConfigError(
+            f"lora.r={config.lora.r} needs PEFT, which is not installed: pip install 'shardwise[{extras}]'"
+        )
 
 
 def _check_evaluates(config: Config) -> None:

@@ -36,7 +36,7 @@ def load(config: Config) -> Task:
 
 def _says(config: DataConfig, data: Datasets) -> Iterator[str]:
     length = f"up to {config.block_mib} MiB" if config.streaming else f"{config.seq_len} tokens"
-    yield f"{shown(config.named)}: {data.size} of {length} to train on, {len(data.held_out):,} rows held out"
+    yield f"{shown(config.named)}: {data.size} of {length} to train on, {len(data.held_out):,} sequences held out"
     yield from shares(config, data.train)
     their, of = ("the first block's", " of the first block") if config.streaming else ("their", "")
     if data.learnt < _FEW_TARGETS:
