@@ -251,28 +251,26 @@ class CheckedEngine(Engine):
 
     def post_forward(self, unit: Unit, output: object) -> object:
         """As in the base class."""
-        call = unit.end_forward()
-        if call is None:
+        if not unit.in_forward:
             if output is None and not self.is_suspended and torch.is_grad_enabled() and not self.runs_model:
                 self.log.abandon(sys.exception())  # the forward raised before our hook, as in a user's own
             return output
         outermost = self.saved.innermost if len(self.forwards) == 1 else None
         try:
-            output = self._end_forward(unit, call, output)
+            output = super().post_forward(unit, output)
         except KeyboardInterrupt:
             raise  # the end is only half done: the next forward clears up
         except BaseException:
             self.forwards.pop()
             raise
-        self.forwards.pop()
         if outermost is not None:
-            forward, _ = outermost
+            forward, call = outermost
             if call.has_backward and not call.recompute and not is_transforming():
                 self.log.await_backward(forward.order)
         return output
 
     @outside_transforms
-    def _exit_forward(self, place: Place, failure: BaseException | None) -> None:
+    def _let_go(self, place: Place, failure: BaseException | None) -> None:
         """Agree with the other ranks after an outermost forward, then let go of the unit."""
         _, call = place
         over = [call]
@@ -293,19 +291,19 @@ class CheckedEngine(Engine):
             return
         for ended in over:
             if ended.unit.is_idle:
-                self._leave_forward(ended.unit, ended)
+                self._reshard_after_forward(ended.unit, ended)
 
     def _end_call(self, place: Place, has_backward: bool) -> None:
         for hook in self.hooks.end_call:
             has_backward = hook(place, has_backward and torch.is_grad_enabled())
         super()._end_call(place, has_backward)
 
-    def _leave_forward(self, unit: Unit, call: Call[Unit]) -> None:
+    def _reshard_after_forward(self, unit: Unit, call: Call[Unit]) -> None:
         if unit.parameters.state is ParameterState.IN_USE:
             unit.parameters.show_sharded()
         for hook in self.hooks.left:
             hook(unit)
-        super()._leave_forward(unit, call)
+        super()._reshard_after_forward(unit, call)
 
     def _compare(self, failure: BaseException | None) -> None:
         """Compare, at the end of an outermost forward, what ranks issued, before the output is returned."""

@@ -185,31 +185,28 @@ class Engine:
     def post_forward(self, unit: Unit, output: object) -> object:
         """End a unit's forward, which returned or raised (then `output` is None and the return value is ignored)."""
         call = unit.end_forward()
-        if call is None:
+        if call is None:  # its beginning was not reported
             return output
-        output = self._end_forward(unit, call, output)
-        self.forwards.pop()
-        return output
-
-    def _end_forward(self, unit: Unit, call: Call[Unit], output: object) -> object:
         place = self.saved.leave()
         failure = call.error if output is None else None
         if unit.settings.output is not None:
             output = cast_tensors(output, unit.settings.output)
         if failure is None:
             output = self._watch_outputs(place, output)
-        self._exit_forward(place, failure)
+        self._let_go(place, failure)
+        self.forwards.pop()
         return output
 
-    def _exit_forward(self, place: Place, failure: BaseException | None) -> None:
-        """Let go of the unit, after a forward."""
+    def _let_go(self, place: Place, failure: BaseException | None) -> None:
+        """Let go of the unit of a call that returned or raised."""
         _, call = place
         if len(self.forwards) == 1 and not call.recompute:
             self.unsharder.settle()
         if call.unit.is_idle:
-            self._leave_forward(call.unit, call)
+            self._reshard_after_forward(call.unit, call)
 
-    def _leave_forward(self, unit: Unit, call: Call[Unit]) -> None:
+    def _reshard_after_forward(self, unit: Unit, call: Call[Unit]) -> None:
+        """Let the unit's modules hold the sharded parameters, and reshard it unless it is needed next."""
         if unit.parameters.state is ParameterState.IN_USE:
             unit.parameters.show_sharded()
         if call.recompute or not unit.reshards_after_forward:
@@ -319,9 +316,10 @@ class Engine:
         if call.is_first:  # else gradients of the unit's earlier calls are still to be added to the slot
             self.reducer.reduce(unit)
         if unit.is_idle:
-            self._leave_backward(unit)
+            self._reshard_after_backward(unit)
 
-    def _leave_backward(self, unit: Unit) -> None:
+    def _reshard_after_backward(self, unit: Unit) -> None:
+        """The same after a backward."""
         if unit.parameters.state is ParameterState.IN_USE:
             unit.parameters.show_sharded()
         if unit.reshards_after_forward and (not unit.has_several or not self._follows_itself(unit)):
@@ -368,7 +366,7 @@ class Engine:
         self._forget_walks()
         for unit in self.units:  # some were unsharded by handles after their own backward
             if unit.is_idle and unit.parameters.state is not ParameterState.SHARDED:
-                self._leave_backward(unit)
+                self._reshard_after_backward(unit)
         self.unsharder.settle()
         self.reducer.finish(self.units)
 

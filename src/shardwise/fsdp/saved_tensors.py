@@ -88,8 +88,8 @@ class SavedTensors:
         self._places: list[Place] = []
         """Calls under way, outermost first."""
         self._plain: Hooks = (self._pack, self._unpack)
-        self._activating: list[Place] = []
-        """The call for which the hooks were activated; none while they are not active."""
+        self._activating: Place | None = None
+        """The call for which the hooks were activated; None while they are not active."""
 
     @property
     def innermost(self) -> Place | None:
@@ -102,16 +102,16 @@ class SavedTensors:
 
     def activate(self) -> None:
         """Activate the hooks for the innermost call, unless they are active."""
-        if not self._activating:
+        if self._activating is None:
             _autograd._push_saved_tensors_default_hooks(*self._plain)
-            self._activating.append(self._places[-1])
+            self._activating = self._places[-1]
 
     def leave(self) -> Place:
         """End the innermost call and return it. Deactivate the hooks if they were activated for it."""
         place = self._places.pop()
-        if self._activating and self._activating[0] is place:
+        if self._activating is place:
             _autograd._pop_saved_tensors_default_hooks()
-            self._activating.clear()
+            self._activating = None
         return place
 
     def _pack(self, tensor: Tensor) -> object:
