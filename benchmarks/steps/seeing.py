@@ -76,13 +76,18 @@ def _timed(way: str, model: torch.nn.Module, step: Callable[[int], None], each: 
         return (time.process_time() - start_s) / each
 
 
-def opens_s(page: Path, folder: Path) -> tuple[float, float]:
-    """Seconds from the start of navigation until the page can be read, and until every chart is drawn."""
+def opens_s(page: Path, folder: Path) -> tuple[float, float, float]:
+    """Seconds from the start of navigation until the page can be read, and until every chart is drawn; and from when a
+    reader points at one until all answer."""
     assert CHROMIUM is not None
     timed = """<script>
       const told = () => { const marks = performance.getEntriesByName("drawn");
         if (!marks.length) return setTimeout(told, 5);
-        console.log("opened", performance.getEntriesByType("navigation")[0].loadEventEnd, marks[0].startTime); };
+        const pointed = performance.now();
+        document.querySelector(".chart").dispatchEvent(new PointerEvent("pointerenter", {pointerType: "mouse"}));
+        const answers = performance.getEntriesByName("interactive")[0].startTime - pointed;
+        const loaded = performance.getEntriesByType("navigation")[0].loadEventEnd;
+        console.log("opened", loaded, marks[0].startTime, answers); };
       told();
     </script>"""
     page.write_text(page.read_text(encoding="utf-8").replace("</body>", f"{timed}</body>"), encoding="utf-8")
@@ -94,8 +99,8 @@ def opens_s(page: Path, folder: Path) -> tuple[float, float]:
         assert browser.stderr is not None
         try:
             for line in browser.stderr:
-                if match := re.search(r"opened ([\d.]+) ([\d.]+)", line):
-                    return float(match[1]) / 1e3, float(match[2]) / 1e3
+                if match := re.search(r"opened ([\d.]+) ([\d.]+) ([\d.]+)", line):
+                    return float(match[1]) / 1e3, float(match[2]) / 1e3, float(match[3]) / 1e3
         finally:
             browser.terminate()
     raise RuntimeError("the browser ended before the page was drawn")
@@ -110,9 +115,8 @@ def reports(repeats: int) -> dict[str, list[float]]:
         for kind, beside in (("one run", None), ("two runs", other)):
             write_report(folder / f"{kind}.html", one, beside)
             times = [opens_s(folder / f"{kind}.html", folder) for _ in range(repeats)]
-            found[f"{kind}: can be read"], found[f"{kind}: all charts drawn"] = (
-                list(all_) for all_ in zip(*times, strict=True)
-            )
+            whats = ("can be read", "all charts drawn", "answers the first pointer after")
+            found |= {f"{kind}: {what}": list(all_) for what, all_ in zip(whats, zip(*times, strict=True), strict=True)}
     return found
 
 

@@ -1,5 +1,6 @@
 """Reports of made-up runs: what they say, and how a browser shows them."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from shardwise.cli.app import run
 from shardwise.errors import UserError
 from shardwise.train import trainer
 from shardwise.train.config.files import load
-from shardwise.train.report.curves import thinned
+from shardwise.train.report.curves import chart, thinned
+from shardwise.train.report.drawing import picture
 from shardwise.train.report.findings import findings
 from shardwise.train.report.page import INSTALL, leave_report, page_html
 from shardwise.train.report.run_log import RunLog
@@ -183,6 +185,8 @@ def test_held_out_losses_memory_and_an_end_that_stand_out(tmp_path: Path) -> Non
 
 TRY = """
   while (!performance.getEntriesByName("drawn").length) await new Promise(done => setTimeout(done, 20));
+  const stills = [...document.querySelectorAll(".chart .still")].map(e => e.parentElement.id);
+  document.getElementById("lr").dispatchEvent(new PointerEvent("pointerenter", {pointerType: "mouse"}));
   for (const one of document.querySelectorAll("details")) if (!one.open) one.querySelector("summary").click();
   await new Promise(done => setTimeout(done, 100));
   const loss = document.getElementById("loss");
@@ -191,7 +195,7 @@ TRY = """
   await new Promise(done => setTimeout(done, 600));
   const wide = [...document.querySelectorAll("main *")].filter(e => !e.closest(".wide, pre, .chart") &&
     e.getBoundingClientRect().right > document.documentElement.clientWidth + 1).map(e => e.tagName + " " + e.className);
-  return {wide, scroll: document.documentElement.scrollWidth,
+  return {wide, stills, scroll: document.documentElement.scrollWidth,
     requests: performance.getEntriesByType("resource").filter(e => !e.name.startsWith("data:")).length,
     charts: [...document.querySelectorAll(".chart")].filter(e => e.querySelector(".scatterlayer path")).map(e => e.id),
     hidden: loss.data[0].visible,
@@ -213,12 +217,43 @@ def test_a_report_of_two_long_runs_in_a_browser(tmp_path: Path) -> None:
     assert found["requests"] == 0
     assert found["wide"] == []
     assert found["scroll"] <= 390
-    assert found["charts"] == ["loss", "lr", "grad-norm", "throughput", "memory-0", "memory-1"]
+    assert found["stills"] == found["charts"] == ["loss", "lr", "grad-norm", "throughput", "memory-0", "memory-1"]
     assert 500 < found["points"] <= 1002
     assert found["hidden"] == "legendonly"
     assert found["open"] == 4
     assert found["paper"] == "rgb(27, 32, 38)"
     assert found["ink"] == "rgb(154, 165, 177)"
+
+
+def trace(x: list[int], y: list[float | None]) -> dict[str, Any]:
+    return {"x": x, "y": y, "mode": "lines", "name": "x", "line": {"color": "#123456", "width": 1.5}}
+
+
+def test_a_picture_has_every_value_where_it_belongs() -> None:
+    """Of a curve with a gap, on either kind of axis, and of two areas one on the other."""
+    steps, values = [1, 2, 3, 4, 5], [1.0, 10.0, None, 100.0, 10.0]
+    for log in (False, True):
+        shown = chart("a", "A <b>", "nats", [trace(steps, values)], log)
+        assert shown is not None
+        drawn = picture(shown)
+        assert 'aria-label="A &lt;b&gt;"' in drawn
+        (path,) = re.findall(r'class="line" d="([^"]+)"', drawn)
+        assert re.sub(r"[\d. ]+", "", path) == "MLML"
+        (_, low), (_, next_), (_, high), (_, last) = [
+            tuple(map(float, place.split())) for place in re.findall(r"[\d.]+ [\d.]+", path)
+        ]
+        assert next_ == last
+        assert (low - next_) / (low - high) == pytest.approx(0.5 if log else 9 / 99, abs=0.01)
+    area = {"stackgroup": "kinds", "fillcolor": "#000"}
+    both = [trace([1, 2], [1.0, 2.0]) | area] * 2
+    stacked = chart("m", "M", "MiB", both)
+    assert stacked is not None
+    upper, lower = (
+        [float(y) for y in re.findall(r"L[\d.]+ ([\d.]+)", path)[:2]]
+        for path in re.findall(r'<path d="([^"]+)" fill="#000"', picture(stacked))
+    )
+    ground = float(re.findall(r'<path d="M[\d.]+ ([\d.]+)L', picture(stacked))[0])
+    assert [ground - y for y in upper] == pytest.approx([2 * (ground - y) for y in lower], abs=0.3)
 
 
 def test_the_table_of_memory_has_what_was_planned_and_what_the_fullest_rank_held(tmp_path: Path) -> None:

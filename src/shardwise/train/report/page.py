@@ -13,6 +13,7 @@ from shardwise.pages.lanes import Block, joined
 from shardwise.policy.kinds import KINDS, MEMORY_WORDS
 from shardwise.tables import format_bytes
 from shardwise.train.report import curves
+from shardwise.train.report.drawing import picture
 from shardwise.train.report.findings import findings
 from shardwise.train.report.run_log import RunLog
 from shardwise.train.run.directory import RunDirectory
@@ -71,7 +72,7 @@ def page_html(run: RunLog, against: RunLog | None = None) -> str:
         shown.append(Shown(against, f"{against.name} (the other)" if same else against.name, curves.OTHER))
     return filled(
         "run.html.jinja",
-        {"bytes": format_bytes, "seconds": _seconds},
+        {"bytes": format_bytes, "seconds": _seconds, "picture": picture},
         title=" and ".join(one.name for one in shown),
         plotly=_plotly(),
         shown=shown,
