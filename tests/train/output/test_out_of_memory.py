@@ -10,6 +10,7 @@ from shardwise.cli.process import report
 from shardwise.errors import OutOfMemory
 from shardwise.train import trainer
 from shardwise.train.config.files import load
+from shardwise.train.output import out_of_memory
 from tests.train.rig import _folder, small_device
 
 __all__ = ["_folder"]  # a fixture
@@ -26,6 +27,7 @@ def test_a_step_out_of_memory_shows_the_plan_what_is_held_and_ways_out(monkeypat
         return forward(self, model, batch)  # type: ignore[arg-type]
 
     calls: list[int] = []
+    monkeypatch.setattr(out_of_memory, "_LOOKS_FOR_S", 1e3)  # however busy this machine is
     monkeypatch.setattr(trainer.LossFunction, "__call__", exhausted)
     overrides = ["parallel.strategy=no_shard", "parallel.hardware=small.toml"]
     overrides += ["train.micro_batch=16", "train.global_batch=16"]
@@ -42,6 +44,12 @@ def test_a_step_out_of_memory_shows_the_plan_what_is_held_and_ways_out(monkeypat
     assert "usable; the plan's peak is in" in message
     ways = "train.activation_checkpointing=full, train.micro_batch=8 with train.global_batch=16, "
     assert lines[-1].startswith(f"To use less memory: {ways}parallel.strategy=full_shard, more ranks"), message
+    [smaller] = [line for line in lines if line.startswith("The next smaller configuration")]
+    keys = smaller.split(": ")[1]
+    assert keys == "train.micro_batch=8 train.global_batch=16"
+    monkeypatch.setattr(out_of_memory, "_LOOKS_FOR_S", -1.0)
+    with pytest.raises(OutOfMemory, match=r"`shardwise plan --from runs/tiny/config\.toml` looks for a configuration"):
+        trainer.run(load("tiny.toml", overrides))
     monkeypatch.setattr(trainer.LossFunction, "__call__", forward)
     ways_out = ["train.activation_checkpointing=full", "train.micro_batch=8", "parallel.strategy=full_shard"]
     trainer.run(load("tiny.toml", [*overrides, *ways_out, "log.name=again"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -75,7 +76,12 @@ class Advice:
 
 
 def advise(question: Question, nearest: Job, forecasters: Forecasters) -> list[Advice]:
-    """Return up to `MOST` ways to make a model fit, those that cost least first.
+    """Return up to `MOST` ways to make a model fit, those that cost least first. Arguments as those of `ways_out`."""
+    return [*itertools.islice(ways_out(question, nearest, forecasters), MOST)]
+
+
+def ways_out(question: Question, nearest: Job, evaluate: Evaluate) -> Iterator[Advice]:
+    """Yield ways to make a model fit, those that cost least first, each as soon as it is found.
 
     Kinds of changes are tried in order. Of each kind, the mildest change that suffices is an answer: alone if it does,
     else together with as few as possible of those before it that did not suffice but saved memory.
@@ -84,14 +90,14 @@ def advise(question: Question, nearest: Job, forecasters: Forecasters) -> list[A
         question: one of which nothing fits. If it compares engines, there is no advice.
         nearest: the configuration nearest to fitting. Where the question has several values of a setting that is not
             searched, its value is kept.
-        forecasters: make the forecasts: of each change the leanest configuration, of each answer a quick search.
+        evaluate: makes the forecasts: of each change the leanest configuration, of each answer a quick search. A change
+            whose forecast raises a UserError is ruled out.
     """
-    asked = _Asked(_pinned(question, nearest), forecasters)
-    found: list[Advice] = []
+    asked = _Asked(_pinned(question, nearest), evaluate)
     saving: list[Change] = []
     least = None if question.compare else asked.least([])
     if least is None:
-        return []
+        return
     for makes_slots_smaller, kind in _kinds(asked.question, least):
         if not makes_slots_smaller and _slots_bytes(least) > available_bytes(least, question.budget_bytes):
             break
@@ -100,12 +106,9 @@ def advise(question: Question, nearest: Job, forecasters: Forecasters) -> list[A
             continue
         change, together = tried
         if asked.fits(together):
-            found.append(asked.answer(asked.fewest(saving, change)))
+            yield asked.answer(asked.fewest(saving, change))
         else:
             saving, least = [*saving, change], together
-        if len(found) == MOST:
-            break
-    return found
 
 
 def faster_with_axis(question: Question, best: Candidate, evaluate: Evaluate) -> Advice | None:
@@ -147,7 +150,7 @@ class _Asked:
     """A question, and forecasts of it with changes."""
 
     question: Question
-    forecasters: Forecasters
+    evaluate: Evaluate
 
     def least(self, changes: list[Change]) -> Forecast | None:
         """Return the forecast that needs the least memory; None if the model or other settings rule a change out."""
@@ -156,7 +159,7 @@ class _Asked:
             arguments |= change.arguments
         try:
             space = space_of(replace(self.question, arguments=arguments, effort=Effort.QUICK))
-            return self.forecasters(least_job(space.sweeps))
+            return self.evaluate(least_job(space.sweeps))
         except UserError:
             return None
 
@@ -214,7 +217,7 @@ class _Asked:
         assert least is not None
         if question.global_batch is not None or question.arguments.get("micro_batch") is not None:
             return least
-        largest = largest_micro_batch(self.forecasters, least.job, question.budget_bytes)
+        largest = largest_micro_batch(self.evaluate, least.job, question.budget_bytes)
         return least if largest is None else max(least, largest, key=lambda one: one.tokens_per_s_per_gpu)
 
 

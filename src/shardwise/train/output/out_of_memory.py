@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,16 +13,24 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import OutOfMemory, UserError
+from shardwise.plan.dry_run.job import Job
 from shardwise.plan.report.report import parts
-from shardwise.plan.search.exploration import gib
+from shardwise.plan.search.advice import ways_out
+from shardwise.plan.search.exploration import Evaluate, gib, needed_bytes
+from shardwise.plan.search.search import Question
 from shardwise.policy.kinds import KINDS
-from shardwise.train.build.job import forecasters_of, hardware_here, job_of
+from shardwise.train.build.job import arguments_of, forecasters_of, hardware_here, job_of, source_of
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config
 from shardwise.train.process.ranks import Ranks
 
 if TYPE_CHECKING:
     from shardwise.plan.simulate.forecast import Forecast
+
+_LOOKS_FOR_S = 5.0
+"""Seconds after which no further forecast is begun: other ranks wait until this one ends."""
+_LESS = 0.1
+"""Share of the planned bytes by which a smaller configuration is smaller."""
 
 
 def explained(
@@ -41,10 +52,39 @@ def explained(
     try:
         job = job_of(config, ranks, hardware_here(config, ranks.device))
         with forecasters_of(config, text) as forecasters:
-            lines += _table(forecasters(job), held)
+            planned = forecasters(job)
+            lines += _table(planned, held)
+            budget_bytes = needed_bytes(planned) - int(_LESS * planned.reserved_memory_bytes)
+            arguments = arguments_of(config, ranks, job.hardware)
+            question = Question(source_of(config, text).build or {}, arguments, budget_bytes=budget_bytes)
+            lines.append(_smaller(question, planned, forecasters, config.run_directory / "config.toml"))
     except UserError as failure:  # without a plan, the rest is still worth reading
         lines += [*_table(None, held), f"no plan for this run: {failure}"]
     return OutOfMemory("\n".join([*lines, f"To use less memory: {', '.join(_ways_out(config))}"]))
+
+
+def _smaller(question: Question, planned: Forecast, evaluate: Evaluate, file: Path) -> str:
+    """Return a line with the first way out that the planner finds, in settings to copy, or, if that takes too long,
+    with the command that goes on looking. `file`: the run's configuration."""
+    until_s = time.monotonic() + _LOOKS_FOR_S
+
+    known = {repr(planned.job): planned}  # devices cannot be hashed
+
+    def in_time(job: Job) -> Forecast:
+        name = repr(job)
+        if name not in known:
+            if time.monotonic() > until_s:
+                raise TimeoutError
+            known[name] = evaluate(job)
+        return known[name]
+
+    found = None
+    with suppress(TimeoutError):
+        found = next((way for way in ways_out(question, planned.job, in_time) if way.keys), None)
+    if found is None:
+        return f"`shardwise plan --from {file}` looks for a configuration that needs less"
+    needs, instead = gib(needed_bytes(found.forecast)), gib(needed_bytes(planned))
+    return f"The next smaller configuration, which by the plan needs {needs} GiB instead of {instead}: {found.keys}"
 
 
 def _ways_out(config: Config) -> Iterator[str]:
