@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.process.exit import Exit
-from shardwise.errors import UserError, one_line
+from shardwise.errors import MeshError, UserError, one_line
 from shardwise.policy.strategies import strategy_of
 
 if TYPE_CHECKING:
@@ -100,16 +100,20 @@ def doctor(  # noqa: PLR0913, PLR0917 - one for each option
 
 
 def _settled(loaded: "Config", gpus: int) -> "Config":
-    """Return a configuration as `shardwise train` would check it, as far as it is diagnosed: from random weights, with
-    data axes alone."""
+    """Return a configuration as `shardwise train` would check it, as far as it is diagnosed: from random weights, and
+    with tensor and context axes if the ranks allow them."""
     from shardwise.train.run.preflight import check
 
     if loaded.parallel.backend == "jax":
         raise UserError('parallel.backend = "jax": the doctor looks at torch; add parallel.backend=torch to try that')
-    if loaded.parallel.ranks_per_batch > 1:
-        _say("parallel.tp and parallel.cp are left out: what is compared are the data axes")
-    alone = loaded.parallel.model_copy(update={"tp": 1, "cp": 1})
-    settled = check(loaded.model_copy(update={"parallel": alone}), gpus)
+    try:
+        settled = check(loaded, gpus)
+    except MeshError as error:
+        if loaded.parallel.ranks_per_batch == 1:
+            raise
+        _say(f"{error}: parallel.tp and parallel.cp are left out, and the data axes alone are compared")
+        alone = loaded.parallel.model_copy(update={"tp": 1, "cp": 1})
+        settled = check(loaded.model_copy(update={"parallel": alone}), gpus)
     train = settled.train.model_copy(update={"optimizer_in_backward": False})
     model = settled.model.model_copy(update={"weights": "random"})
     return settled.model_copy(update={"train": train, "model": model})

@@ -59,6 +59,7 @@ def doctor(  # noqa: PLR0913 - one for each thing that a user may have
     steps: int = 3,
     expected: Sequence[str] = (),
     directory: str | Path | None = None,
+    ranks_per_batch: int = 1,
     say: Callable[[str], object] | None = None,
 ) -> Diagnosis:
     """Find out whether these machines are fit to train, and whether this model trains sharded as it does whole. Every
@@ -86,6 +87,8 @@ def doctor(  # noqa: PLR0913 - one for each thing that a user may have
         expected: findings that are meant to be so: patterns of "CHECK:FQN", as the messages say.
         directory: on a file system that all ranks see, for a checkpoint that is removed again. Default: a temporary one
             if all ranks are on one host.
+        ranks_per_batch: how many consecutive ranks work on the same batch, where `shard` cuts layers (tp) or sequences
+            (cp). `batch_fn` gives them the same batch, and a step its loss over all ranks.
         say: called on rank 0 with what is being done, in a few words.
 
     Returns:
@@ -105,6 +108,9 @@ def doctor(  # noqa: PLR0913 - one for each thing that a user may have
         raise UsageError(
             f"sw.doctor: directory={str(directory)!r} is no directory here: make it, where all ranks see it"
         )
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks_per_batch < 1 or size % ranks_per_batch:
+        raise UsageError(f"sw.doctor: ranks_per_batch={ranks_per_batch} must divide the {size} ranks")
     names = [strategy_of(strategy).value for strategy in strategies]
     group = dist.group.WORLD if dist.is_initialized() else None
     device = accelerators.of_group(group)
@@ -130,6 +136,7 @@ def doctor(  # noqa: PLR0913 - one for each thing that a user may have
             rank=collectives.rank,
             world_size=collectives.world_size,
             steps=steps,
+            per_batch=ranks_per_batch,
             states=random_states(device),
         )
         try:

@@ -24,6 +24,8 @@ from shardwise.policy.precision import short_dtype_name
 
 _FINE, _COARSE = (1e-4, 1e-3), (3e-2, 0.15)
 """Relative differences of losses and of gradients that are rounding; coarse if units compute or reduce in 16 bits."""
+_CUT = 10
+"""Times more of the losses' is rounding where layers or sequences are cut, because products are summed otherwise."""
 _SMALL = 1e-2
 """Of all gradients' norm: a smaller gradient may be off by as much as one of this share."""
 _NORM = 0.05
@@ -86,6 +88,9 @@ class _Trained:
         self.model, self.optimizer = self.built()
         kinds = {name for unit in describe(self.model).units for p in unit.parameters for name in p.dtypes.split("/")}
         self.loss_rounding, self.rounding = _COARSE if any("16" in name for name in kinds) else _FINE
+        is_cut = subject.per_batch > 1
+        if is_cut:
+            self.loss_rounding *= _CUT
         self.options = [_plain(group) for group in self.optimizer.param_groups]
         """Of the optimizer's groups, before the first step."""
         self.before = _pieces(self.model)
@@ -96,7 +101,7 @@ class _Trained:
         self.trace: Trace = []
         self.steps: list[Taken] = []
         for number in range(subject.steps):
-            with nullcontext() if number else tracing(self.model, tracer(self.trace)):
+            with nullcontext() if number or is_cut else tracing(self.model, tracer(self.trace)):
                 self.steps.append(self.step(self.model, self.optimizer, number))
         self.after = _pieces(self.model)
 

@@ -39,6 +39,8 @@ class Subject:
     rank: int
     world_size: int
     steps: int
+    per_batch: int
+    """Number of consecutive ranks that work on the same batch."""
     states: tuple[Any, ...]
     """Random states of the moment at which the first model was built."""
     _batches: dict[tuple[int, int], Any] = field(default_factory=dict)

@@ -159,8 +159,8 @@ def attempted(subject: Subject, model: nn.Module, optimizer: Optimizer, batch: A
 
 
 def seed_of(subject: Subject, number: int) -> int:
-    """Return the seed of a step's random numbers, another on each rank."""
-    return 1 + number * subject.world_size + subject.rank
+    """Return the seed of a step's random numbers, another for each batch."""
+    return 1 + number * subject.world_size + subject.rank // subject.per_batch
 
 
 def tracer(trace: Trace) -> Callable[[str, nn.Module, Any, Any], None]:

@@ -31,7 +31,7 @@ def check_data(checks: Checks, subject: Subject) -> bool | None:
     """Add the check that each rank has batches of its own, the same whichever process asks; return whether it
     passed, None if a batch could not be drawn. Every rank must call this."""
     rank, size, steps = subject.rank, subject.world_size, range(subject.steps)
-    other = (rank + 1) % size
+    other = (rank + subject.per_batch) % size
 
     def drawn(of: int) -> list[str]:
         return [digest(moved(subject.batch_fn(of, step), CPU)) for step in steps]
@@ -43,7 +43,8 @@ def check_data(checks: Checks, subject: Subject) -> bool | None:
     everyone = checks.ranks.all_gather_object(own)
     found = []
     for step in steps:
-        twins = [one for one in range(size) if everyone[one][step] == own[step]]
+        twins = [one for one in range(0, size, subject.per_batch) if everyone[one][step] == own[step]]
+        first = rank - rank % subject.per_batch
         if again[step] != own[step]:
             found.append(
                 Finding(f"step {step}", f"batch_fn({rank}, {step}) gave another batch when called again{_PURE}")
@@ -51,10 +52,16 @@ def check_data(checks: Checks, subject: Subject) -> bool | None:
         elif of_other[step] != everyone[other][step]:
             words = f"batch_fn({other}, {step}) gives another batch on rank {rank} than on rank {other}{_PURE}"
             found.append(Finding(f"step {step}", words))
+        elif everyone[first][step] != own[step]:
+            words = (
+                f"rank {rank} has another batch than rank {first}, though they work on the same one (ranks_per_batch)"
+            )
+            found.append(Finding(f"step {step}", words))
         elif len(twins) > 1 and rank == twins[0]:
             words = f"ranks {', '.join(map(str, twins))} have the same batch: give each its share of the data"
             found.append(Finding(f"step {step}", f"{words}, by its rank (DistributedSampler(rank=rank))"))
-    words = f"{size} rank(s) with batches of their own, in the same order in every process"
+    words = f"{size // subject.per_batch} rank(s) with batches of their own, in the same order in every process"
+    words = words if subject.per_batch == 1 else f"{words}, each shared by {subject.per_batch} ranks"
     return checks.conclude("data", found[:1], words)
 
 
@@ -302,12 +309,16 @@ def check_token_weights(checks: Checks, subject: Subject, whole: Whole) -> None:
     Rank 0 gets one batch and all others another, of fewer targets. The gradient is then a mean of the gradients that
     all ranks would have with the one batch and with the other, and the weights must be those of their targets.
     """
-    name, size = "token weights", subject.world_size
+    name, size = "token weights", subject.world_size // subject.per_batch
     own = [subject.targets(subject.batch(step)) for step in range(subject.steps)]
     everyone = checks.ranks.all_gather_object(own)
     counts = {(rank, step): n for rank, theirs in enumerate(everyone) for step, n in enumerate(theirs)}
     if size == 1 or None in counts.values():
-        why = "one rank" if size == 1 else "batches without labels: pass targets=lambda batch: their number"
+        why = (
+            "all ranks have one batch"
+            if size == 1
+            else "batches without labels: pass targets=lambda batch: their number"
+        )
         checks.skip(name, why)
         return
     few, many = (pick(counts, key=lambda at: counts[at] or 0) for pick in (min, max))
@@ -318,7 +329,7 @@ def check_token_weights(checks: Checks, subject: Subject, whole: Whole) -> None:
     gradients = []
     for at_first, at_others in ((many, few), (many, many), (few, few)):
         whole.reset()
-        rank, step = at_first if subject.rank == 0 else at_others
+        rank, step = at_first if subject.rank < subject.per_batch else at_others
         optimizer = subject.build_optimizer(whole.model)
         taken, _ = attempted(subject, whole.model, optimizer, subject.batch(step, rank), _SEED)
         gradients.append([_flat(whole.gradients), _flat(taken.handed or {})])

@@ -27,12 +27,14 @@ from shardwise.train.build.models import build_model
 from shardwise.train.build.optimizer import align_of, build_optimizer
 from shardwise.train.build.sharding import shard_model
 from shardwise.train.config.files import load
-from shardwise.train.config.schema import Config
+from shardwise.train.config.schema import Config, ParallelConfig
 from shardwise.train.data.batches import Batches, Share
+from shardwise.train.data.micro_batch import MicroBatch
 from shardwise.train.data.model_files import fetch
 from shardwise.train.loss import DeviceBatch, LossFunction, StepWeights
 from shardwise.train.process.ranks import Ranks, started
 from shardwise.train.tasks.loading import load_task
+from shardwise.train.tasks.objectives import NextToken, Objective
 
 _VOCABULARY, _WIDTH, _LENGTH = 64, 16, 12
 
@@ -66,11 +68,13 @@ def run(request: Request) -> Diagnosis:
         UserError: the configuration's data or model cannot be used. Every rank raises.
     """
     quiet_transformers()
-    with started() as ranks, ExitStack() as stack:
+    config = None if request.config is None else load(Path(request.config))
+    parallel = ParallelConfig() if config is None else config.parallel
+    with started(parallel.ranks_per_batch, parallel.tp) as ranks, ExitStack() as stack:
         status = None
         if ranks.is_first and sys.stderr.isatty():
             status = stack.enter_context(Console(stderr=True).status("starting"))
-        given = _small() if request.config is None else _of_config(Path(request.config), request, ranks)
+        given = _small() if config is None else _of_config(config, request, ranks)
         found = sw.doctor(
             **{**given, "expected": [*given.get("expected", ()), *request.expected]},
             strategies=request.strategies,
@@ -82,9 +86,9 @@ def run(request: Request) -> Diagnosis:
     return found
 
 
-def _of_config(path: Path, request: Request, ranks: Ranks) -> dict[str, Any]:
+def _of_config(config: Config, request: Request, ranks: Ranks) -> dict[str, Any]:
     """Return what `sw.doctor` is given for a configuration: what its training step would compute with."""
-    config = load(path).for_ranks(ranks.world_size)
+    config = config.for_ranks(ranks.world_size)
     ranks.work(lambda: fetch(config, False, say=hub.say_nothing) if ranks.is_first else None)
     with ranks.together():
         task = load_task(config)
@@ -93,14 +97,17 @@ def _of_config(path: Path, request: Request, ranks: Ranks) -> dict[str, Any]:
     assert global_batch is not None, "Config.for_ranks fills it in"
 
     def build() -> nn.Module:
-        return build_model(config.model, task.shape, config.lora)
+        model = build_model(config.model, task.shape, config.lora)
+        return model if ranks.per_batch == 1 else _without_dropout(model)
 
     @cache
-    def batches(rank: int) -> list[tuple[DeviceBatch, ...]]:  # of a stream, in order
-        share = Share(rank, ranks.world_size, train.micro_batch)
+    def batches(number: int) -> list[Sequence[MicroBatch]]:  # of a stream, in order
+        share = Share(number, ranks.data_ranks, train.micro_batch)
         drawn = Batches(task.train, share, global_batch, config.data.seed)
-        steps = (drawn.batch(step) for step in range(request.steps + 1))
-        return [tuple(DeviceBatch.of(one, ranks.device) for one in batch) for batch in steps]
+        return [drawn.batch(step) for step in range(request.steps + 1)]
+
+    def batch(rank: int, step: int) -> list[dict[str, Any]]:
+        return [asdict(one) for one in batches(rank // ranks.per_batch)[step]]
 
     def shard(model: nn.Module, strategy: str) -> nn.Module:
         parallel = config.parallel.model_copy(update={"strategy": strategy})
@@ -115,32 +122,56 @@ def _of_config(path: Path, request: Request, ranks: Ranks) -> dict[str, Any]:
             place for place in (runs, *runs.parents) if place.is_dir()
         ),  # where runs are written, or will
         "build_model": build,
-        "batch_fn": lambda rank, step: batches(rank)[step],
+        "batch_fn": batch,
+        "ranks_per_batch": ranks.per_batch,
         "build_optimizer": lambda model: build_optimizer(model, train),
-        "step": _step_of(config, LossFunction(build(), task.objective), ranks),
+        "step": _step_of(config, build(), task.objective, ranks),
         "shard": shard,
-        "targets": lambda batch: sum(one.targets for one in batch),
+        "targets": lambda batch: sum(one["targets"] for one in batch),
         "expected": ["trainable parameters:*", "casts:*"]  # adapters compute in the base's dtype
         if config.lora.r
         else [f"trainable parameters:{name}" for name in config.model.freeze],
     }
 
 
-def _step_of(config: Config, loss_function: LossFunction, ranks: Ranks) -> Callable[..., dict[str, Any]]:
-    """Return the trainer's step, without what it measures."""
+def _without_dropout(model: nn.Module) -> nn.Module:
+    """Return a model after turning its dropout off: parts of activations are dropped otherwise than whole ones."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[DeviceBatch]) -> dict[str, Any]:
-        own = sum(batch.targets for batch in batches)
-        weights = StepWeights(ranks.count(own), len(batches), ranks.token_ranks)
+
+def _step_of(config: Config, model: nn.Module, objective: Objective, ranks: Ranks) -> Callable[..., dict[str, Any]]:
+    """Return the trainer's step, without what it measures. With the whole model every rank takes its whole batch; of a
+    sharded one over `parallel.cp`, its slice.
+
+    model: like those that are trained."""
+    of_whole = LossFunction(model, objective)
+    of_slices = of_whole if ranks.slices == 1 else LossFunction(model, NextToken(shifted=True))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, given: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        is_whole = not any(isinstance(each, sw.ShardedParameter) for each in model.parameters())
+        cut = (0, 1) if is_whole else (ranks.own_slice, ranks.slices)
+        counts = int(ranks.rank % ranks.per_batch == 0) if is_whole else ranks.counts
+        token_ranks = ranks.data_ranks if is_whole else ranks.token_ranks
+        batches = [DeviceBatch.of(MicroBatch(**one).sliced(*cut), ranks.device) for one in given]
+        targets = ranks.count(counts * sum(batch.targets for batch in batches))
+        weights = StepWeights(targets, len(batches), token_ranks)
         nll = 0.0
         for batch in batches:
-            loss = loss_function(model, batch)
+            loss = (of_whole if is_whole else of_slices)(model, batch)
             weights.scale(loss).backward()
-            nll += float(loss.nll_sum.detach())
+            nll += counts * float(loss.nll_sum.detach())
         norm = sw.clip_grad_norm_(model, config.train.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad()
-        return {"loss": nll / max(1, own), "grad_norm": norm}
+        own = sum(batch.targets for batch in batches)
+        loss_of_step = nll / max(1, own) if ranks.per_batch == 1 else ranks.sum([nll])[0] / targets
+        return {"loss": loss_of_step, "grad_norm": norm}
 
     return step
 
