@@ -115,9 +115,15 @@ def test_wrong_input_is_one_line(
 
 
 def test_a_model_is_shrunk_to_some_of_its_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import Qwen2Config
+    from transformers import Qwen2Config, T5Config
 
     Qwen2Config(num_hidden_layers=5, hidden_size=8, num_attention_heads=2).save_pretrained(tmp_path / "model")
+    t5 = _shrunk(ModelConfig(config={"model_type": "t5", "num_layers": 4, "num_decoder_layers": 3}), 2, tmp_path).config
+    assert t5 == {"model_type": "t5", "num_layers": 2, "num_decoder_layers": 2}
+    T5Config(num_layers=4, d_model=8, num_heads=2).save_pretrained(tmp_path / "t5")
+    path = _shrunk(ModelConfig(path=str(tmp_path / "t5")), 2, tmp_path).path
+    shorter = T5Config.from_pretrained(Path(path or "").parent)
+    assert (shorter.num_layers, shorter.num_decoder_layers) == (2, 2)
     inline = ModelConfig(config={"model_type": "gpt2", "n_layer": 4})
     assert _shrunk(inline, 2, tmp_path).config == {"model_type": "gpt2", "n_layer": 2}
     assert _shrunk(inline, 4, tmp_path) == _shrunk(inline, 0, tmp_path) == inline

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _LAYERS = 2
 _STEPS = 3
+_DECODERS_OWN = ("num_decoder_layers", "decoder_layers")
+"""Names that families with an encoder have for the number of their decoder's layers."""
 _STYLES = {"passed": ("✓", "green"), "failed": ("✗", "bold red"), "skipped": ("-", "yellow")}
 
 
@@ -147,6 +149,9 @@ def _shrunk(model: "ModelConfig", layers: int, place: Path) -> "ModelConfig":
             if getattr(text, "layer_types", None):
                 text.layer_types = text.layer_types[:layers]
             text.num_hidden_layers = layers
+            for key in _DECODERS_OWN:
+                if getattr(text, key, 0) > layers:
+                    setattr(text, key, layers)
             found.save_pretrained(place)
         except Exception as error:
             raise UserError(
@@ -164,7 +169,8 @@ def _shrunk(model: "ModelConfig", layers: int, place: Path) -> "ModelConfig":
         return model
     _say(f"{layers} layers of the model (--layers 0 for all)")
     types = {"layer_types": values["layer_types"][:layers]} if "layer_types" in values else {}
-    return model.model_copy(update={"config": {**values, key: layers, **types}})
+    decoder = {own: layers for own in _DECODERS_OWN if values.get(own, getattr(kind(), own, None) or 0) > layers}
+    return model.model_copy(update={"config": {**values, key: layers, **types, **decoder}})
 
 
 def _show(path: Path, as_json: bool) -> Exit:
