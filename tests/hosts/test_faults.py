@@ -40,8 +40,9 @@ trainer.Trainer.step = step
 class Job:
     """A run of `shardwise train` on two hosts, as `examples/hosts/torchrun.sh` starts it."""
 
-    def __init__(self, hosts: tuple[Host, Host], folder: Path) -> None:
-        self.hosts, self.folder = hosts, folder
+    def __init__(self, hosts: tuple[Host, ...], folder: Path, *overrides: str, number: str = "2") -> None:
+        """overrides: of the configuration. number: of hosts, as the recipe takes it."""
+        self.hosts, self.folder, self.overrides, self.number = hosts, folder, overrides, number
         (folder / "texts").mkdir()
         for i in range(12):
             (folder / "texts" / f"{i}.txt").write_text(f"the {i} quick brown foxes jump. " * (1 + i % 5))
@@ -51,7 +52,8 @@ class Job:
     def start(self, host: Host) -> None:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         more = {"PATH": path, "RANKS_PER_HOST": "2", "SHARDWISE_HANG_TIMEOUT_S": str(TIMEOUT_S)}
-        host.start(["sh", str(RECIPE), self.hosts[0].name, "2", "run.toml"], self.output(host), self.folder, **more)
+        line = ["sh", str(RECIPE), self.hosts[0].name, self.number, "run.toml", *self.overrides]
+        host.start(line, self.output(host), self.folder, **more)
 
     def output(self, host: Host) -> Path:
         return self.folder / f"{host.name}.txt"
@@ -59,8 +61,8 @@ class Job:
     def said(self, host: Host) -> str:
         return self.output(host).read_text(encoding="utf-8")
 
-    def losses(self) -> dict[int, float]:
-        file = self.folder / "runs" / "run" / "metrics.jsonl"
+    def losses(self, name: str = "run") -> dict[int, float]:
+        file = self.folder / "runs" / name / "metrics.jsonl"
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return {row["step"]: row["loss"] for row in rows}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -57,8 +57,6 @@ class Loaded(dict[str, Any]):
     """Names in both with different shapes, each with its two shapes: left as they were."""
 
 
-@torch.inference_mode(False)  # tensors made here are trained later
-@torch.no_grad()
 def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, strict: bool = True) -> Loaded:
     """Read a checkpoint into a sharded model, and an optimizer. Every rank must call this.
 
@@ -86,15 +84,27 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     reads only its own bytes.
     """
     check_location(path, "sw.checkpoint.load(path, model, ...)")
+    return load_contents(lambda: Contents.of(path), os.fspath(path), model, optimizer, strict)
+
+
+@torch.inference_mode(False)  # tensors made here are trained later
+@torch.no_grad()
+def load_contents(
+    opened: Callable[[], Contents], name: str, model: nn.Module, optimizer: Optimizer | None, strict: bool = True
+) -> Loaded:
+    """Load as `load` does, from contents wherever they are. Every rank must call this.
+
+    opened: opens the contents, the same on every rank. name: for messages.
+    """
     model = unwrapped(model)
     engines = engines_of(model)
     peers = Peers(engines)
     give_buffers(model, engines[0].mesh.device)
     shards, states = shard_stores(*engines), [] if optimizer is None else stores_of(optimizer)
     wait_for_last_save(peers)
-    doing = f"{os.fspath(path)} cannot be loaded"
+    doing = f"{name} cannot be loaded"
     with peers.together(doing):
-        reading = _Reading(Contents.of(path))
+        reading = _Reading(opened())
         matched = reading.expect_model(model)
         if optimizer is not None:
             reading.expect_optimizer(model, optimizer, strict)
@@ -125,7 +135,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
             if len(random) == peers.world_size and random[peers.rank]:  # JAX's processes have none
                 _restore_random(reading.contents, random[peers.rank], peers.device)
     mib, direct_mib = sum(read.read_bytes for read in done) / 2**20, sum(read.direct_bytes for read in done) / 2**20
-    _log.info("%s: rank %d read %.1f MiB, %.1f of them past the page cache", path, peers.rank, mib, direct_mib)
+    _log.info("%s: rank %d read %.1f MiB, %.1f of them past the page cache", name, peers.rank, mib, direct_mib)
     return reading.result()
 
 

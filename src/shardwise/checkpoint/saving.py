@@ -6,10 +6,11 @@ import copy
 import sys
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -28,7 +29,7 @@ from shardwise.checkpoint.io.storage import Location, check_location
 from shardwise.checkpoint.names.transformers_names import is_transformers
 from shardwise.checkpoint.names.wrappers import unwrapped
 from shardwise.checkpoint.publish.target import FileSet, Target
-from shardwise.checkpoint.publish.writing import Writing, check_arguments, publish, take_along, target_at
+from shardwise.checkpoint.publish.writing import Prepared, Writing, check_arguments, publish, take_along, target_at
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
 from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.checkpoint.staging import StagingBuffer
@@ -96,6 +97,46 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     except along a tensor axis that cuts a tensor into short ranges: there ranks exchange them, and write whole rows.
     """
     check_location(path, "sw.checkpoint.save(path, model, ...)")
+
+    def aim() -> tuple[Target, str]:
+        check_arguments(step, extra, max_file_bytes)
+        target = target_at(path, overwrite)
+        return target, f"{target.name}|{bool(overwrite)}"
+
+    found = prepare(model, optimizer, step, extra, asynchronous, aim, max_file_bytes, files or {}, adapter)
+    copy_pieces = _staging_buffers.setdefault(found.engine, StagingBuffer()).copy if asynchronous else None
+    publish(Writing(**vars(found.prepared), target=found.target), found.peers, copy_pieces)
+
+
+T = TypeVar("T")
+
+
+class Preparation(NamedTuple, Generic[T]):
+    """What `prepare` returns."""
+
+    prepared: Prepared
+    target: T
+    peers: Peers
+    engine: CheckedEngine
+    """The first of the model's."""
+
+
+def prepare(  # noqa: PLR0913, PLR0917 - those of `save`
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    step: int,
+    extra: Mapping[str, Any] | None,
+    asynchronous: bool,
+    aim: Callable[[], tuple[T, str]],
+    max_file_bytes: int = sys.maxsize,
+    files: Mapping[str, bytes] = MappingProxyType({}),
+    adapter: bool = False,
+) -> Preparation[T]:
+    """Return everything that a save writes. Tensors share the model's memory. Every rank must call this.
+
+    aim: returns the target, and text about it that must be equal on every rank. If it raises, every rank raises. Other
+    arguments and errors are those of `save`.
+    """
     model = unwrapped(model)
     engines = engines_of(model)
     peers = Peers(engines)
@@ -103,21 +144,19 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     for engine in engines:
         engine.log.agree(SyncPoint.SAVE)  # a rank may have skipped its last optimizer step
     with peers.together("the checkpoint cannot be saved"):
-        check_arguments(step, extra, max_file_bytes)
+        target, named = aim()
         _check_ready(engines, optimizer, asynchronous)
-        target = target_at(path, overwrite)
-        writing, whole = _prepare(target, model, optimizer, peers, max_file_bytes, adapter)
-        take_along(files or {}, writing)
-        writing.training.update(step=step, extra=None if extra is None else copy.deepcopy(dict(extra)))
-    peers.agree(f"{target.name}|{step}|{bool(asynchronous)}|{bool(overwrite)}|{writing.describe()}", _DISAGREE)
+        prepared, whole = _prepare(model, optimizer, peers, max_file_bytes, adapter)
+        take_along(files, prepared)
+        prepared.training.update(step=step, extra=None if extra is None else copy.deepcopy(dict(extra)))
+    peers.agree(f"{named}|{step}|{bool(asynchronous)}|{prepared.describe()}", _DISAGREE)
     rows = per_rank_buffers.differing(whole, peers)
     if rows:
-        writing.file_sets.append(FileSet(tensor_files.files_for(per_rank_buffers.STEM, rows, max_file_bytes), rows))
+        prepared.file_sets.append(FileSet(tensor_files.files_for(per_rank_buffers.STEM, rows, max_file_bytes), rows))
     exchange = RowExchange(peers)
-    for number, file_set in enumerate(writing.file_sets):
-        writing.file_sets[number] = FileSet(file_set.files, exchange.arrange(file_set.files, file_set.pieces))
-    writing = replace(writing, exchange=exchange)
-    publish(writing, peers, _staging_buffers.setdefault(engines[0], StagingBuffer()).copy if asynchronous else None)
+    for number, file_set in enumerate(prepared.file_sets):
+        prepared.file_sets[number] = FileSet(file_set.files, exchange.arrange(file_set.files, file_set.pieces))
+    return Preparation(replace(prepared, exchange=exchange), target, peers, engines[0])
 
 
 def _check_ready(engines: Sequence[CheckedEngine], optimizer: Optimizer | None, asynchronous: bool) -> None:
@@ -148,8 +187,8 @@ def wait(model: nn.Module) -> None:
 
 
 def _prepare(
-    target: Target, model: nn.Module, optimizer: Optimizer | None, peers: Peers, max_file_bytes: int, adapter: bool
-) -> tuple[Writing, list[Piece]]:
+    model: nn.Module, optimizer: Optimizer | None, peers: Peers, max_file_bytes: int, adapter: bool
+) -> tuple[Prepared, list[Piece]]:
     """Return everything to write, and the pieces that every rank holds in full. Tensors share the model's memory."""
     stem, own = (
         (tensor_files.ADAPTER, adapter_to_write(model)) if adapter else (tensor_files.MODEL, pieces_to_write(model))
@@ -169,7 +208,7 @@ def _prepare(
         documents.update(_names(model, own))
     document = None if state is None else state.document
     whole = [piece for found in pieces.values() for piece in found if piece.is_whole]
-    return Writing(target, file_sets, {"optimizer": document}, random_state.capture(peers.device), documents), whole
+    return Prepared(file_sets, {"optimizer": document}, random_state.capture(peers.device), documents), whole
 
 
 def _names(model: nn.Module, pieces: list[Piece]) -> dict[str, bytes]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -23,7 +24,9 @@ class StagingBuffer:
     allocator of pinned memory, which rounds up to a power of two and keeps what is freed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], Any] = huge_page_buffer) -> None:
+        """allocate: returns memory of so many bytes, zeroed or with anything in it."""
+        self._allocate = allocate
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._unpin = weakref.finalize(self, lambda: None)
         """Unpins the buffer, at the latest when this object is gone."""
@@ -32,6 +35,11 @@ class StagingBuffer:
     def nbytes(self) -> int:
         """Bytes of host memory that are held between saves."""
         return self._buffer.numel()
+
+    @property
+    def address(self) -> int:
+        """Where this memory begins."""
+        return self._buffer.data_ptr()
 
     def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Copy the pieces' elements to this memory. The copies that the last call returned are overwritten.
@@ -58,7 +66,7 @@ class StagingBuffer:
         if nbytes > self.nbytes:
             self._unpin()
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # freed first: never both at once
-            self._buffer = torch.frombuffer(huge_page_buffer(round_up(nbytes, PAGE_BYTES)), dtype=torch.uint8)
+            self._buffer = torch.frombuffer(self._allocate(round_up(nbytes, PAGE_BYTES)), dtype=torch.uint8)
             for device in accelerated:
                 self._unpin = weakref.finalize(self, device_tools.pin(self._buffer, device))
         copies: list[Piece] = []

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
 
@@ -186,7 +186,7 @@ class Trainer:
         self.evaluates_first = train.eval_every > 0
         """Whether to evaluate the model before the first step."""
         self.held_out = EvaluationBatches(self.task.held_out, self.share)
-        saved = Checkpoints(RunDirectory(config.run_directory).checkpoints, config.checkpoint, ranks)
+        self.saved = saved = Checkpoints.of(config, ranks, console.say)
         self.config, self.outlook = self._settled(saved)
         self.resumes = ranks.on_first(lambda: saved.has_any)
         """Whether the model's values will be loaded from a checkpoint."""
@@ -290,10 +290,12 @@ class Trainer:
     def _check_saves(self) -> None:
         offload = self.config.offload
         elsewhere = next((key for key in ("params", "optimizer") if getattr(offload, key) == "cpu"), None)
-        if elsewhere is not None and self.config.checkpoint.asynchronous and device_tools.has_memory(self.ranks.device):
+        saves = self.config.checkpoint
+        asked = next((key for key in ("asynchronous", "memory_every") if getattr(saves, key)), None)
+        if elsewhere is not None and asked is not None and device_tools.has_memory(self.ranks.device):
             raise ConfigError(
-                f'checkpoint.asynchronous with offload.{elsewhere} = "cpu": the next step would overwrite what '
-                "is being saved; set checkpoint.asynchronous = false"
+                f'checkpoint.{asked} with offload.{elsewhere} = "cpu": the next step would overwrite what '
+                f"is being saved; leave checkpoint.{asked} out"
             )
 
     def run(self, directory: RunDirectory) -> None:
@@ -307,7 +309,7 @@ class Trainer:
             KeyboardInterrupt: the run was interrupted. If all ranks end together, this is an `Interrupted`.
         """
         train = self.config.train
-        checkpoints = self._checkpoints(directory)
+        checkpoints = self._checkpoints()
         resumed = checkpoints.resume(self.model, self.optimizer)
         if self.resumes and resumed is None:
             raise ConfigError(
@@ -337,23 +339,37 @@ class Trainer:
                 taken = self.taken
                 last = taken == train.steps
                 evaluates = last or (train.eval_every > 0 and taken % train.eval_every == 0)
-                read_all = evaluates or checkpoints.is_due(taken) or self.interruption.agreed
+                is_saved = checkpoints.is_due(taken) or checkpoints.is_copied(taken)
+                read_all = evaluates or is_saved or self.interruption.agreed
                 if self._report(writer, 1 if self.reads_late and not read_all else 0):
                     continue
                 with self.launches.spending(EVALUATIONS):
                     evaluated = self._evaluate(taken, writer, directory) if evaluates else True
                 stops = self.best.ends(train.patience)
                 ends_here = (self.interruption.agreed and not last) or stops
-                is_best = self.config.checkpoint.keep_best and self.best.step == taken
-                if checkpoints.is_due(taken) or is_best or (ends_here and checkpoints.are_on):
-                    if writer is not None:
-                        writer.flush()
-                    with self.launches.spending(SAVES):
-                        self._save(checkpoints, taken, evaluated)
-                    self.launches.write(taken)
+                self._keep(checkpoints, writer, evaluated, ends_here)
                 if self.interruption.agreed and not (last or stops):
                     self._leave(checkpoints, taken)
         self._end(checkpoints, directory)
+        checkpoints.forget_copies()
+
+    def _keep(self, checkpoints: Checkpoints, writer: MetricsWriter | None, evaluated: bool, ends_here: bool) -> None:
+        """Copy the state to memory and save it, as far as either is due. Every rank must call this.
+
+        Args:
+            evaluated: as in `_save`.
+            ends_here: whether this step is the launch's last one, but not the run's.
+        """
+        taken, is_best = self.taken, self.config.checkpoint.keep_best and self.best.step == self.taken
+        if checkpoints.is_copied(taken) or (ends_here and checkpoints.memory is not None):
+            with self.launches.spending(SAVES):
+                self._save(checkpoints.copy, taken, evaluated)
+        if checkpoints.is_due(taken) or is_best or (ends_here and checkpoints.are_on):
+            if writer is not None:
+                writer.flush()
+            with self.launches.spending(SAVES):
+                self._save(checkpoints.save, taken, evaluated)
+            self.launches.write(taken)
 
     def _end(self, checkpoints: Checkpoints, directory: RunDirectory) -> None:
         """Write `final/`, print the summary and write the report. Every rank must call this."""
@@ -399,7 +415,7 @@ class Trainer:
         self.console.say(f"the best evaluation found {self.best}: these are the weights that are written")
         return best
 
-    def _checkpoints(self, directory: RunDirectory) -> Checkpoints:
+    def _checkpoints(self) -> Checkpoints:
         """Return the run's checkpoints. Each stores the processor beside the model, as `final/` does. Every rank must
         call this."""
         files: dict[str, bytes] = {}
@@ -408,7 +424,7 @@ class Trainer:
                 files = files_of(self.task.processor)
         base = self.ranks.on_first(lambda: base_digest(self.config))
         best = self.best if self.config.checkpoint.keep_best else None
-        return Checkpoints(directory.checkpoints, self.config.checkpoint, self.ranks, files, base, best=best)
+        return replace(self.saved, files=files, base=base, best=best)
 
     def _go_on(self, resumed: Resumed | None) -> None:
         """Restore the position in the data, the step count and the loss scale from a loaded checkpoint, if any."""
@@ -490,18 +506,19 @@ class Trainer:
             if writer is not None:
                 with writer.closed():
                     directory.go_back(to, self.rollbacks.to_json())
-        self._save(checkpoints, to, evaluated=True, overwrite=True)
+        self._save(partial(checkpoints.save, overwrite=True), to, evaluated=True)
+        checkpoints.drop_copies()
         self.console.say(
             f"{words}: the run goes back to step {to} and leaves out the {left_out:,} sequences since then (rollback "
             f"{len(self.rollbacks.all)})"
         )
         return True
 
-    def _save(self, checkpoints: Checkpoints, step: int, evaluated: bool, overwrite: bool = False) -> None:
+    def _save(self, save: Callable[..., None], step: int, evaluated: bool) -> None:
         """
         Args:
+            save: `Checkpoints.save` or `Checkpoints.copy`.
             evaluated: False if the evaluation after this step was interrupted; a resumed run then begins with it.
-            overwrite: as `Checkpoints.save`.
         """
         position = self.batches.position(step - self.batches_from)
         extra = {
@@ -514,13 +531,14 @@ class Trainer:
             "param_dtype": self.config.parallel.param_dtype,
             "ranks_per_slice": self.ranks.per_slice,
         }
-        checkpoints.save(step, self.model, self.optimizer, position, extra, overwrite)
+        save(step, self.model, self.optimizer, position, extra)
 
     def _leave(self, checkpoints: Checkpoints, step: int) -> NoReturn:
         """End the interrupted run after `step` steps: finish the last save, then raise `Interrupted`. Every rank must
         call this."""
         checkpoints.finish(self.model)
-        saved = checkpoints.path(step) if checkpoints.are_on else None
+        copies = None if checkpoints.memory is None else checkpoints.memory.path
+        saved = checkpoints.path(step) if checkpoints.are_on else copies
         self.console.interrupted(step, self.first_step, saved)
         raise Interrupted
 

@@ -25,6 +25,11 @@ BEGUN = f"{NOTE}begun"
 partial checkpoint."""
 
 
+def file_of(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank:05d}.bin"
+
+
 @dataclass(frozen=True, slots=True)
 class PerRankFiles:
     """A `Target` on any storage that fsspec can write to."""
@@ -63,7 +68,7 @@ class PerRankFiles:
         ]
         if not files:
             return Written()
-        own, offset, sums, written = f"rank-{rank:05d}.bin", 0, RegionSums(), Written()
+        own, offset, sums, written = file_of(rank), 0, RegionSums(), Written()
         with self.directory.writing(own) as out:
             for name, ranges in files:
                 parts = written.parts.setdefault(name, [])
@@ -71,18 +76,14 @@ class PerRankFiles:
                     length = memoryview(data).nbytes
                     out.write(data)
                     sums.add(offset, data)
-                    _append(parts, Part(start, start + length, own, offset))
+                    append(parts, Part(start, start + length, own, offset))
                     offset += length
         written.regions[own] = sums.regions()
         return written
 
     def commit(self, file_sets: FileSets, written: Written, documents: Mapping[str, bytes]) -> None:
         """See `Target`."""
-        records = {name: FileRecord(found[-1].stop, tuple(found)) for name, found in written.regions.items()}
-        records |= write_documents(self.directory, documents)
-        layouts = {name: layout for file_set in file_sets for name, layout in file_set.files.files.items()}
-        joined = {name: JoinedFile(layout.nbytes, tuple(written.parts[name])) for name, layout in layouts.items()}
-        manifest.write(self.directory, Manifest(records, joined))
+        manifest.write(self.directory, manifest_of(file_sets, written, write_documents(self.directory, documents)))
         with suppress(OSError):  # it is a checkpoint now, with or without them
             remove_notes(self.directory)
 
@@ -101,7 +102,15 @@ class PerRankFiles:
                 self.directory.remove(name)
 
 
-def _append(parts: list[Part], part: Part) -> None:
+def manifest_of(file_sets: FileSets, written: Written, small: Mapping[str, FileRecord]) -> Manifest:
+    """Return the manifest of files that all ranks have written, and of the small files beside them."""
+    records = {name: FileRecord(found[-1].stop, tuple(found)) for name, found in written.regions.items()}
+    layouts = {name: layout for file_set in file_sets for name, layout in file_set.files.files.items()}
+    joined = {name: JoinedFile(layout.nbytes, tuple(written.parts[name])) for name, layout in layouts.items()}
+    return Manifest({**records, **small}, joined)
+
+
+def append(parts: list[Part], part: Part) -> None:
     """Append a part, or extend the last one if the new part continues it."""
     last = parts[-1] if parts else None
     if last and (last.stop, last.offset + last.stop - last.start) == (part.start, part.offset):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from shardwise.checkpoint.format import manifest, names_json, tensor_files, training_json
 from shardwise.checkpoint.io.remote import RemoteDirectory
@@ -35,10 +35,9 @@ Copy = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class Writing:
-    """One prepared save: everything to write, and where."""
+class Prepared:
+    """Everything that one save writes."""
 
-    target: Target
     file_sets: list[FileSet[Any]]
     training: dict[str, Any]
     """Arguments of `training_json.describe` but for `rng`. Rank 0's are written; "optimizer" is equal on every rank."""
@@ -53,6 +52,25 @@ class Writing:
         """Return text that must be equal on every rank."""
         headers = [(name, file.header) for file_set in self.file_sets for name, file in file_set.files.files.items()]
         return f"{headers}|{self.training['optimizer']}"
+
+    def copied(self, copy: Copy) -> Self:
+        """Return the same with pieces that nobody writes to. The ranks must be in the exchange."""
+        each = iter(copy([piece for file_set in self.file_sets for piece in file_set.pieces]))
+        file_sets = [replace(file_set, pieces=[next(each) for _ in file_set.pieces]) for file_set in self.file_sets]
+        return replace(self, file_sets=file_sets, exchange=nullcontext())
+
+    def small_files(self, rng: list[dict[str, Any]]) -> dict[str, bytes]:
+        """Return the contents of the small files by name. Rank 0's are written. `rng`: every rank's random states."""
+        training = training_json.describe(rng=rng, **self.training)
+        indexes = tensor_files.indexes([file_set.files for file_set in self.file_sets])
+        return {**self.documents, **indexes, training_json.NAME: training_json.encode(training)}
+
+
+@dataclass(frozen=True)
+class Writing(Prepared):
+    """One prepared save: everything to write, and where."""
+
+    target: Target = field(kw_only=True)
 
     def run(self, barrier: Barrier) -> None:
         """Write and commit. Every rank must call this."""
@@ -78,9 +96,7 @@ class Writing:
         if missing:
             raise CheckpointError(f"{self.target} cannot be written: the report of rank {missing[0]} is missing")
         found = [report for report in reports if report is not None]
-        training = training_json.describe(rng=[report["rng"] for report in found], **self.training)
-        indexes = tensor_files.indexes([file_set.files for file_set in self.file_sets])
-        documents = {**self.documents, **indexes, training_json.NAME: training_json.encode(training)}
+        documents = self.small_files([report["rng"] for report in found])
         self.target.commit(self.file_sets, Written.of_ranks(found), documents)
 
 
@@ -100,7 +116,7 @@ def check_arguments(step: int, extra: object, max_file_bytes: int) -> None:
     training_json.check_json(None if extra is None else dict(extra), "extra")
 
 
-def take_along(files: Mapping[str, bytes], writing: Writing) -> None:
+def take_along(files: Mapping[str, bytes], writing: Prepared) -> None:
     """Add small files, by name, to a save. Raises UsageError for a name that a checkpoint reserves."""
     taken = {manifest.NAME, training_json.NAME, names_json.NAME, *writing.documents}
     for name, data in files.items():
@@ -181,12 +197,9 @@ def _start(writing: Writing, peers: Agreement, copy: Copy) -> None:
     barrier = FileBarrier(target.messages, peers.rank, peers.world_size)
     with peers.together(f"{target} cannot be written"), writing.exchange:
         barrier.announce_process()
-        copies = copy([piece for file_set in writing.file_sets for piece in file_set.pieces])
-        each = iter(copies)
-        file_sets = [replace(file_set, pieces=[next(each) for _ in file_set.pieces]) for file_set in writing.file_sets]
+        copied = writing.copied(copy)
     with peers.together(f"{target} cannot be written"):
         barrier.learn_processes()
-    copied = replace(writing, file_sets=file_sets, exchange=nullcontext())
     task = save_thread.SaveTask(
         what=str(target),
         run=lambda: copied.run(barrier),

@@ -32,7 +32,7 @@ from shardwise.fsdp.collectives import Combine
 _TOKEN_BYTES = 16
 _CONNECT_S = 5.0
 """Timeout in seconds for connecting to one address of a parent."""
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _FRAME = struct.Struct("<Bqqq")
 
 
@@ -225,19 +225,19 @@ def _listening(store: Store, rank: int, wanted: bool) -> Iterator[tuple[socket.s
     if not wanted:
         yield None, token
         return
-    addresses = _own_addresses()
-    is_local = addresses[0] in (_LOOPBACK, "::1")  # all ranks are on this host, and nobody else is to reach them
+    addresses = own_addresses()
+    is_local = addresses[0] in (LOOPBACK, "::1")  # all ranks are on this host, and nobody else is to reach them
     dual = socket.has_dualstack_ipv6() and not is_local
     family = socket.AF_INET6 if dual else socket.AF_INET
     with socket.create_server(
-        (_LOOPBACK if is_local else "", 0), family=family, backlog=CHILDREN, dualstack_ipv6=dual
+        (LOOPBACK if is_local else "", 0), family=family, backlog=CHILDREN, dualstack_ipv6=dual
     ) as listener:
         where = "\n".join([token.hex(), str(listener.getsockname()[1]), *addresses])
         store.set(f"channel/{rank}", where)
         yield listener, token
 
 
-def _own_addresses() -> list[str]:
+def own_addresses() -> list[str]:
     """Return addresses by which other hosts may reach this one, the likeliest first. The last is the host's name, by
     which a process on the same host recognises it."""
     found = []
@@ -254,7 +254,7 @@ def _own_addresses() -> list[str]:
 def _connect(store: Store, rank: int, parent: int, timeout_s: float) -> _Peer:
     token, port, *hosts = store.get(f"channel/{parent}").decode().split("\n")
     if hosts[-1] == socket.gethostname():
-        hosts.insert(0, _LOOPBACK)
+        hosts.insert(0, LOOPBACK)
     problems = []
     for host in hosts:
         try:

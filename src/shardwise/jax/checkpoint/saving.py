@@ -80,7 +80,7 @@ def save(  # noqa: PLR0913 - as in the torch engine
         documents = {tree_json.NAME: tree_json.encode(model.parts, others.parts)}
         if names.config is not None:
             documents[_CONFIG] = (json.dumps(dict(names.config), indent=2, sort_keys=True) + "\n").encode()
-        writing = Writing(target, file_sets, {"optimizer": optimizer}, {}, documents)
+        writing = Writing(file_sets, {"optimizer": optimizer}, {}, documents, target=target)
         take_along(files or {}, writing)
         writing.training.update(step=step, extra=None if extra is None else copy.deepcopy(dict(extra)))
     peers.agree(f"{target.name}|{step}|{bool(asynchronous)}|{bool(overwrite)}|{writing.describe()}", _DISAGREE)

@@ -466,8 +466,20 @@ class CheckpointConfig(Section):
     as `checkpoints/best`, and write `final/` from it."""
     asynchronous: bool = False
     """Copy checkpoints to host memory and write them while training continues."""
+    memory_every: NonNegativeInt = 0
+    """Steps between copies of the state in the memory of its host and of the next host, from which the run resumes when
+    ranks or a host were lost; 0 = none."""
     resume: str = "auto"
     """"auto" (the run's newest good checkpoint), "never", or a checkpoint's directory or URL."""
+
+    @model_validator(mode="after")
+    def _resumes_from_memory(self) -> Self:
+        if self.memory_every and self.resume != "auto":
+            raise ValueError(
+                f'memory_every = {self.memory_every} with resume = "{self.resume}": ranks that start again would not '
+                'resume from memory; set resume = "auto", or leave memory_every out'
+            )
+        return self
 
 
 class OffloadConfig(Section):

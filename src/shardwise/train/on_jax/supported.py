@@ -29,6 +29,7 @@ def check_supported(config: Config) -> None:
         "data.document_mask": config.data.document_mask,
         f'eval.generate = "{config.eval.generate}"': config.eval.generate is not None,
         f"train.patience = {train.patience}": train.patience > 0,
+        f"checkpoint.memory_every = {config.checkpoint.memory_every}": config.checkpoint.memory_every > 0,
         "checkpoint.keep_best": config.checkpoint.keep_best,
         f"log.profile = {config.log.profile}": config.log.profile > 0,
         f"lora.r = {config.lora.r}": config.lora.r > 0,

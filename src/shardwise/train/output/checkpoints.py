@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
 
 import shardwise as sw
+from shardwise.checkpoint.loading import Loaded, load_contents
+from shardwise.checkpoint.memory import Found, HostMemory
 from shardwise.train.build.lora import check_base
 from shardwise.train.build.optimizer import options_of, set_options
+from shardwise.train.config.schema import Config
 from shardwise.train.data.order import Position
 from shardwise.train.process.ranks import Ranks
 from shardwise.train.run.checkpoints import KeptCheckpoints, Resumed
+from shardwise.train.run.directory import RunDirectory
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Checkpoints(KeptCheckpoints):
     """The checkpoints of a run on the torch engine."""
 
@@ -29,6 +33,44 @@ class Checkpoints(KeptCheckpoints):
     base: str = ""
     """With LoRA, where checkpoints hold only the adapter: which base it is trained beside (`lora.base_digest`). Empty
     where checkpoints hold the whole model."""
+    memory: HostMemory | None = None
+    """The copies of the run in memory; None if there are none."""
+    in_memory: Found | None = None
+    """The copy in memory from which the run resumes."""
+
+    @classmethod
+    def of(cls, config: Config, ranks: Ranks, say: Callable[[str], None]) -> Self:
+        """Return a run's checkpoints, after looking for copies in memory that are newer. Every rank must call this.
+
+        say: called with a line about each copy that cannot be used.
+        """
+        directory = RunDirectory(config.run_directory)
+        found = cls(directory.checkpoints, config.checkpoint, ranks)
+        if not config.checkpoint.memory_every:
+            return found
+        memory = HostMemory(ranks.on_first(directory.memory_id))
+        newest = max(found.on_first(f"{directory.checkpoints} cannot be read", found.committed), default=0)
+        return replace(found, memory=memory, in_memory=memory.find(newest, say))
+
+    @property
+    def has_any(self) -> bool:
+        """See the base class."""
+        return self.in_memory is not None or super().has_any
+
+    def peek(self) -> Mapping[str, Any] | None:
+        """See the base class."""
+        return super().peek() if self.in_memory is None else self.in_memory.extra
+
+    def drop_copies(self) -> None:
+        """Remove all copies in memory, of which none is under way: the run went back, and they are of steps that it
+        left. Every rank must call this."""
+        if self.memory is not None:
+            self.memory.keep(None)
+
+    def forget_copies(self) -> None:
+        """Remove all copies in memory, at the end of the run. Every rank must call this."""
+        if self.memory is not None:
+            self.memory.forget()
 
     def save(
         self,
@@ -48,19 +90,28 @@ class Checkpoints(KeptCheckpoints):
             extra: whatever else a resumed run needs; `resume` does not interpret it.
             overwrite: whether to replace the checkpoint after as many steps.
         """
-        everything = {**extra, "data": asdict(position), **({"base": self.base} if self.base else {})}
         sw.checkpoint.save(
             self.path(step),
             model,
             optimizer,
             step,
-            everything,
+            self._everything(position, extra),
             self.config.asynchronous,
             files=self.files,
             adapter=bool(self.base),
             overwrite=overwrite,
         )
         self.on_first("old checkpoints cannot be removed", self.drop_old)
+
+    def copy(
+        self, step: int, model: nn.Module, optimizer: Optimizer, position: Position, extra: Mapping[str, Any]
+    ) -> None:
+        """Copy the state after `step` steps to memory, as `save` saves it. Every rank must call this."""
+        assert self.memory is not None, "the configuration wants no copies"
+        self.memory.save(step, model, optimizer, self._everything(position, extra), adapter=bool(self.base))
+
+    def _everything(self, position: Position, extra: Mapping[str, Any]) -> dict[str, Any]:
+        return {**extra, "data": asdict(position), **({"base": self.base} if self.base else {})}
 
     def finish(self, model: nn.Module) -> None:
         """Wait until the last save is on disk, then remove old checkpoints. Every rank must call this."""
@@ -73,8 +124,8 @@ class Checkpoints(KeptCheckpoints):
         return self.ending(lambda: self.finish(model))
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> Resumed | None:
-        """Load the checkpoint that the configuration names; return None if the run starts anew. Every rank must call
-        this.
+        """Load the copy in memory or else the checkpoint that the configuration names; return None if the run starts
+        anew. Every rank must call this.
 
         Partial checkpoints left by crashes are removed, and newer checkpoints that do not verify are set aside. The
         optimizer state is loaded; the optimizer's options stay those of the configuration.
@@ -86,13 +137,27 @@ class Checkpoints(KeptCheckpoints):
             CheckpointError: what the configuration names is not a checkpoint or is damaged. An UnreadableError if
                 storage does not let a checkpoint be read; that checkpoint is then left as it is.
         """
-        path, set_aside = self.chosen()
-        return None if path is None else self.load(path, model, optimizer, set_aside)
+        if self.in_memory is None:
+            path, set_aside = self.chosen()
+            resumed = None if path is None else self.load(path, model, optimizer, set_aside)
+        else:
+            contents, path = self.in_memory.contents, self.in_memory.path
+            resumed = self._loaded(
+                path, optimizer, lambda: load_contents(lambda: contents, str(path), model, optimizer)
+            )
+        if self.memory is not None:
+            self.memory.keep(None if self.in_memory is None else self.in_memory.step)
+        return resumed
 
     def load(self, path: Path | str, model: nn.Module, optimizer: Optimizer, set_aside: Sequence[Path] = ()) -> Resumed:
         """Load a checkpoint that is intact. Every rank must call this. Raises as `resume`."""
+        return self._loaded(path, optimizer, lambda: sw.checkpoint.load(path, model, optimizer), set_aside)
+
+    def _loaded(
+        self, path: Path | str, optimizer: Optimizer, load: Callable[[], Loaded], set_aside: Sequence[Path] = ()
+    ) -> Resumed:
         options = options_of(optimizer)
-        loaded = sw.checkpoint.load(path, model, optimizer)
+        loaded = load()
         check_base(loaded.get("base"), self.base, path)
         changed = set_options(optimizer, options)
         return self.resumed(path, loaded.step, loaded, set_aside, changed)

@@ -80,6 +80,10 @@ class KeptCheckpoints:
         """Return whether to save after `step` steps."""
         return self.config.every > 0 and step % self.config.every == 0
 
+    def is_copied(self, step: int) -> bool:
+        """Return whether to copy the state to memory after `step` steps."""
+        return self.config.memory_every > 0 and step % self.config.memory_every == 0
+
     def path(self, step: int) -> Path:
         """Return the path of the checkpoint after `step` steps."""
         return self.directory / f"step-{step:06d}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,6 +77,18 @@ class RunDirectory:
     def wandb_id(self) -> Path:
         """File with the id of the run in Weights & Biases."""
         return self.path / "wandb-id"
+
+    def memory_id(self) -> str:
+        """Return what tells the copies of this run in memory from those of any other, also of one that had this
+        directory before. Raises ConfigError if the directory cannot be written."""
+        file = self.path / ".memory-id"
+        try:
+            if not file.exists():
+                self.path.mkdir(parents=True, exist_ok=True)
+                file.write_text(secrets.token_hex(8), encoding="ascii")
+            return file.read_text(encoding="ascii")
+        except OSError as error:
+            raise ConfigError(f"cannot write the run directory {self.path}: {error.strerror}") from None
 
     @property
     def checkpoints(self) -> Path:
