@@ -13,8 +13,7 @@ import pytest
 
 from shardwise.train import trainer
 from shardwise.train.config.files import load
-from tests.hosts.rig import ROOT, Host
-from tests.hosts.test_faults import MARGIN_S, STEPS, TIMEOUT_S, Job
+from tests.hosts.rig import MARGIN_S, ROOT, STEPS, TIMEOUT_S, Host, Job
 from tests.ranks import RankPools
 
 EVERY, LOST_IN = 4, 10
