@@ -6,7 +6,8 @@ backward or because a reentrant checkpoint brings gradients in portions), where 
 the factor 1 / world_size is rounded (3 ranks) and a sum is scaled in one case and its terms in the other, and where an
 activation has three users or more: a unit sums the gradients of those inside it before the others'. A fused optimizer
 rounds otherwise at the end of a piece (a scalar tail) than inside it, and pieces end elsewhere than parameters. A
-matrix product that a tensor axis cuts is summed over its ranks, at the latest in its backward.
+matrix product that a tensor axis cuts is summed over its ranks, at the latest in its backward. An adapter makes a third
+user of what its layer is given.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def tolerance(program: Program) -> float:
     narrowest = _narrowest(program)
     if narrowest != "bf16" and _is_exact(program):
         return 0.0
+    if program.optimizer == "muon":  # iterates in bf16, whatever the weights are
+        return max(TOLERANCES["fp32"], TOLERANCES[narrowest])
     return TOLERANCES[narrowest]
 
 
@@ -78,7 +81,9 @@ def _is_exact(program: Program) -> bool:
     thirds = program.world_size == 3
     sums = program.tp > 1 and any(node.cut not in {"", "whole"} for node in nodes)
     fused = program.optimizer == "adamw-fused"
-    return not (in_portions or clips or fused or sums or (waits and thirds) or _users([program.model])[1] > 2)
+    return not (
+        in_portions or clips or fused or sums or program.lora or (waits and thirds) or _users([program.model])[1] > 2
+    )
 
 
 _BRANCHES = {"residual": 1, "cut": 1}

@@ -47,22 +47,23 @@ class _WholeParameters(ParallelStyle):
         return distribute_module(module, device_mesh, None, enter, leave)
 
 
-def _styles(kind: str, cut: str) -> dict[str, ParallelStyle]:
+def styles(kind: str, cut: str) -> dict[str, ParallelStyle]:
+    """The styles of a node's modules, by name."""
     if kind == "wide":
         return {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
     name = {"dense": "linear", "norm": "norm", "lookup": "table"}[kind]
-    styles = {
+    by_cut = {
         "column": ColwiseParallel(output_layouts=Replicate()),
         "row": RowwiseParallel(input_layouts=Replicate()),
         "rows": _WholeParameters(Shard(0)),
         "whole": _WholeParameters(Replicate()),
     }
-    return {name: styles[cut]}
+    return {name: by_cut[cut]}
 
 
 def cut_part(part: nn.Module, kind: str, cut: str, mesh: DeviceMesh) -> None:
     """Make one node's module tensor-parallel over `mesh`. Every rank of it must call this."""
     trained = {name: parameter.requires_grad for name, parameter in part.named_parameters()}
-    parallelize_module(part, mesh, _styles(kind, cut))
+    parallelize_module(part, mesh, styles(kind, cut))
     for name, parameter in part.named_parameters():
         parameter.requires_grad_(trained[name])

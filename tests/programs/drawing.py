@@ -8,7 +8,8 @@ What `sw.shard` documents as refused is not drawn; this is all of it:
 - weights written between a forward and its backward;
 - `sw.release`, and copies, while gradients of a `sw.no_sync` wait;
 - ties between a module that is sharded first and the rest of the model;
-- copies of a model with DTensors, and one shared parameter that is cut in two ways;
+- copies of a model with DTensors, or of an optimizer of whole matrices;
+- one shared parameter that is cut in two ways;
 - checkpoints of which a rank recomputes something and another, whose experts are idle or frozen, nothing;
 - losses that leave a unit out of a checkpoint inside it by a way that nobody can look into: their backward may come
   before that of the unit's outputs, and recompute while nobody has told of the unit.
@@ -57,10 +58,32 @@ MOST_NODES = 14
 UNITS: dict[Units, int] = {"marked": 5, None: 2, 10: 1, 40: 1, "classes": 2}
 
 
-def program_of(seed: int, uneven: bool = False, tensor: bool = False, joined: bool = False) -> Program:
+def program_of(
+    seed: int,
+    uneven: bool = False,
+    tensor: bool = False,
+    joined: bool = False,
+    muon: bool = False,
+    lora: bool = False,
+) -> Program:
     """The program of a seed. `uneven`: ranks may skip parts of units that others run. `tensor`: its mesh has a tensor
-    axis too. `joined`: ranks may skip units that others run."""
-    return draw(Random(seed), uneven, tensor, joined)
+    axis too. `joined`: ranks may skip units that others run. `muon`, `lora`: with that optimizer, with adapters."""
+    program = draw(Random(seed), uneven, tensor, joined)
+    return _with_adapters(program) if lora else _with_muon(program) if muon else program
+
+
+def _with_muon(program: Program) -> Program:
+    return dataclasses.replace(program, optimizer="muon", actions=_without_copies(program.actions))
+
+
+def _with_adapters(program: Program) -> Program:
+    """The same program with adapters. A plan cuts it as a whole, so no part is sharded first."""
+    sharding = dataclasses.replace(program.sharding, first=False)
+    return dataclasses.replace(program, lora=True, sharding=sharding)
+
+
+def _without_copies(actions: Sequence[Action]) -> tuple[Action, ...]:
+    return tuple(Release() if isinstance(action, Copy) else action for action in actions)
 
 
 def draw(random: Random, uneven: bool = False, tensor: bool = False, joined: bool = False) -> Program:
@@ -78,7 +101,7 @@ def _with_units_by_rank(program: Program, random: Random) -> Program:
         children = tuple(marked(child, below) for child in node.children)
         return dataclasses.replace(node, children=children, unit=node.unit or (skipped and random.random() < 0.5))
 
-    actions = tuple(Release() if isinstance(action, Copy) else action for action in program.actions)
+    actions = _without_copies(program.actions)
     return dataclasses.replace(program, model=marked(program.model, False), actions=actions, joined=True)
 
 
@@ -98,7 +121,7 @@ def _beside_tensor_axis(program: Program, random: Random) -> Program:
         how = tied if node.tie else random.choice(choices) if choices and random.random() < 0.7 else ""
         return dataclasses.replace(node, children=tuple(map(cut, node.children)), cut=how)
 
-    actions = tuple(Release() if isinstance(action, Copy) else action for action in program.actions)
+    actions = _without_copies(program.actions)
     model = cut(program.model)
     if not any(node.cut for node in model.walk()):
         return program
@@ -311,7 +334,7 @@ def is_legal(program: Program) -> bool:
     recomputed = any(isinstance(action, Train) and action.recompute for action in program.actions)
     return (
         (program.joined or _is_divided_legally(program.sharding.units, program.model))
-        and (not program.sharding.first or any(map(_has_own_parameters, first)))
+        and (not program.sharding.first or (any(map(_has_own_parameters, first)) and not program.lora))
         and (not recomputed or _is_recomputable(program.model))
         and _waits_legally(program.actions)
         and _is_cut_legally(program)
@@ -319,7 +342,7 @@ def is_legal(program: Program) -> bool:
 
 
 def _is_cut_legally(program: Program) -> bool:
-    if program.tp > 1 and any(isinstance(action, Copy) for action in program.actions):
+    if any(isinstance(action, Copy) for action in program.actions) and (program.tp > 1 or program.optimizer == "muon"):
         return False
     if program.tp > 1 and not any(node.cut for node in program.model.walk()):  # nothing tells the engine of the axis
         return False

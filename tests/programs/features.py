@@ -22,7 +22,11 @@ def features(program: Program) -> set[str]:
         f"collectives:{sharding.collectives}",
         f"precision:{sharding.param}",
     }
-    found |= {name for name, is_there in (("adopted", sharding.first), ("joined", program.joined)) if is_there}
+    found |= {
+        name
+        for name, is_there in (("adopted", sharding.first), ("joined", program.joined), ("lora", program.lora))
+        if is_there
+    }
     for node in program.model.walk():
         found |= {f"node:{node.kind}", f"node:{node.kind}/{node.option}"} if node.option else {f"node:{node.kind}"}
         found |= {f"node:{name}" for name in ("frozen", "tie") if getattr(node, name)}

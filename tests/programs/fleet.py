@@ -59,8 +59,10 @@ class Result:
         return "\n".join(lines)
 
 
-def warm() -> None:
+def warm(lora: bool) -> None:
     """Have everything imported that programs import late."""
+    if lora:
+        import peft  # noqa: F401
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 1)).sum().backward()
@@ -75,8 +77,8 @@ class Fleet:
         self._owned = pools is None
         self._directory = Path(tempfile.mkdtemp(prefix="programs-"))
         self._numbers = itertools.count()
-        self._warm: set[int] = set()
-        """World sizes whose ranks have imported what programs need."""
+        self._warm: set[tuple[int, bool]] = set()
+        """World sizes whose ranks have imported what programs need, without and with adapters."""
 
     def __enter__(self) -> Self:
         return self
@@ -92,16 +94,17 @@ class Fleet:
         directory.mkdir()
         start, limit_s = time.perf_counter(), LIMIT_S * max(1.0, program.ranks / 4)
         pool = self._pools(program.ranks, SHARDWISE_TIMEOUT_S=str(TIMEOUT_S))
-        if program.ranks not in self._warm:
-            pool.run(warm, timeout_s=START_S)
-            self._warm.add(program.ranks)
+        ranks = program.ranks, program.lora
+        if ranks not in self._warm:
+            pool.run(warm, program.lora, timeout_s=START_S)
+            self._warm.add(ranks)
         try:
             reports = pool.run(runner, program, str(directory), *more, timeout_s=limit_s)
         except RanksHung as error:
-            self._warm.discard(program.ranks)
+            self._warm -= {(program.ranks, False), (program.ranks, True)}
             reports = [Report(Outcome.HANG, said=f"not over in {limit_s:g} s", trace=str(error))]
         except Exception as error:  # a rank's process is gone
-            self._warm.discard(program.ranks)
+            self._warm -= {(program.ranks, False), (program.ranks, True)}
             reports = [Report(Outcome.CRASH, said=f"{type(error).__name__}: {error}", trace=str(error))]
         shutil.rmtree(directory, ignore_errors=True)
         return Result(program, tuple(reports), time.perf_counter() - start)

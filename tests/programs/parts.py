@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from tests.programs.cutting import cut_part
+from tests.programs.cutting import cut_part, styles
 from tests.programs.program import Node, Program
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
@@ -389,7 +389,43 @@ def build(program: Program, tensor_mesh: DeviceMesh | None = None) -> Model:
             if node.cut:
                 cut_part(part, node.kind, node.cut, tensor_mesh)
     _tie(program, model)
+    if program.lora:
+        _adapt(program, model)
     return model
+
+
+_LINEARS = {"dense": ("linear",), "wide": ("up", "down")}
+_FOLLOWED = ("", "column", "row", "pair")
+"""How a linear layer may be cut beside an adapter."""
+
+
+def _adapt(program: Program, model: Model) -> None:
+    """Add adapters, both of whose matrices are random, and freeze all else but the last layer."""
+    import peft
+
+    names = {module: name for name, module in model.named_modules()}
+    targets = [
+        f"{names[part]}.{own}"
+        for node, part in _parts(program, model)
+        if node.cut in _FOLLOWED
+        for own in _LINEARS.get(node.kind, ())
+    ]
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=2, lora_alpha=1, target_modules=["enter", *targets], init_lora_weights=False), model
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name or name.startswith("leave."))
+
+
+def plan_of(program: Program, model: Model) -> dict[str, Any]:
+    """What cuts the model, as `tp_plan` takes it."""
+    names = {module: name for name, module in model.named_modules()}
+    return {
+        f"{names[part]}.{own}": style
+        for node, part in _parts(program, model)
+        if node.cut
+        for own, style in styles(node.kind, node.cut).items()
+    }
 
 
 def _parts(program: Program, model: Model) -> Iterator[tuple[Node, Part]]:

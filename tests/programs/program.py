@@ -168,6 +168,7 @@ ZEROS = ("none", "zeros", "model", "keep")
 MODES = ("no_grad", "inference", "grad")
 EDITS = ("inplace", "local", "unsharded", "data")
 OPTIMIZERS = ("sgd", "adamw-loop", "adamw-foreach", "adamw-fused")
+"""Those that are drawn; "muon" is asked for."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -188,6 +189,8 @@ class Program(_Short):
     """What the whole model returns its tensor in: one of `parts.PACKS`."""
     sharding: Sharding = Sharding()
     optimizer: str = "sgd"
+    lora: bool = False
+    """PEFT's adapters beside its linear layers; all else but the last layer is frozen."""
     actions: tuple[Action, ...] = ()
     joined: bool = False
     """Ranks may use different units, as inside `sw.join(any_units=True)`."""
@@ -202,6 +205,7 @@ class Program(_Short):
             f"{self.world_size} x {self.tp} ranks, seed {self.seed}, width {self.width}, {self.dtype}, {self.optimizer}"
         )
         head += f", returns {self.output}" if self.output else ""
+        head += ", adapters" * self.lora
         model = "\n".join(self.model.lines("    "))
         actions = "\n".join(f"    {number}. {action!r}" for number, action in enumerate(self.actions))
         return f"  {head}\n  {self.sharding!r}\n{model}\n{actions}"

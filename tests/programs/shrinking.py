@@ -18,6 +18,7 @@ PLAINER = {
     "dtype": ("fp32",),
     "output": ("",),
     "optimizer": ("sgd",),
+    "lora": (False,),
 }
 """Values to try, the plainest first."""
 

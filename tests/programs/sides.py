@@ -26,7 +26,7 @@ from shardwise.engine.extensions.any_units import any_units_of
 from shardwise.engine.lookup import require_engine
 from tests.programs import parts
 from tests.programs.feed import WALKS, Batch, Losses, Place, batch_of
-from tests.programs.parts import DTYPES, Model, OnPurpose, build, unpacked
+from tests.programs.parts import DTYPES, Model, OnPurpose, build, plan_of, unpacked
 from tests.programs.program import Edit, Evaluate, Freeze, Node, Program, Raise, Train
 
 Seen = list[tuple[str, Tensor]]
@@ -88,6 +88,10 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """AdamW's eps is large against rounding, so that a gradient that cancels out does not become a step."""
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if name == "muon":
+        adamw = {"lr": 0.02, "eps": 1e-2}
+        hidden: Any = lambda fqn, parameter: parameter.ndim == 2 and parameter.numel() > 1  # noqa: E731
+        return sw.optim.whole_matrix(torch.optim.Muon, model, adamw=adamw, hidden=hidden, lr=0.005)
     options = {"adamw-loop": {"foreach": False}, "adamw-foreach": {"foreach": True}, "adamw-fused": {"fused": True}}
     return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2, **options[name])  # type: ignore[arg-type]
 
@@ -323,7 +327,7 @@ class Sharded(Side):
 
     def __init__(self, program: Program, rank: int) -> None:
         mesh = mesh_of(program)
-        model = build(program, None if mesh is None or program.tp == 1 else mesh["tp"])
+        model = build(program, None if mesh is None or program.tp == 1 or program.lora else mesh["tp"])
         self._moment = model.moment
         super().__init__(program, shard(program, model, mesh))
         self._rank = rank
@@ -431,6 +435,8 @@ def shard(program: Program, model: Model, mesh: DeviceMesh | None) -> nn.Module:
     options: dict[str, Any] = {"units": _units(program), "slots": 2 + _nesting(program) + sharding.extra_slots}
     if mesh is not None:
         options["mesh"] = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
+    if program.lora and program.tp > 1:
+        options |= {"mesh": mesh, "tp_plan": plan_of(program, model)}
     if sharding.param is not None:
         options["precision"] = sw.Precision(param=sharding.param, reduce=sharding.reduce)
     options["reshard_after_forward"] = sharding.reshard

@@ -1,6 +1,7 @@
 """Many random programs, compared with plain torch on ranks: prints what goes wrong and how to see it again.
 
-    python tests/programs/survey.py --programs 5000 --seed 0 [--uneven | --joined] [--tensor] [--without FEATURE ...]
+    python tests/programs/survey.py --programs 5000 --seed 0 [--uneven | --joined] [--tensor] [--muon | --lora]
+                                    [--without FEATURE ...]
     python tests/programs/survey.py --replay SEED
     python tests/programs/survey.py --shrink SEED
     python tests/programs/survey.py --program "Program(...)"
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _drawn(seed: int, options: argparse.Namespace) -> Program:
-    return program_of(seed, options.uneven, options.tensor, options.joined)
+    return program_of(seed, options.uneven, options.tensor, options.joined, options.muon, options.lora)
 
 
 def _parsed(arguments: list[str]) -> argparse.Namespace:
@@ -57,6 +58,8 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--uneven", action="store_true", help="ranks may skip parts of units that others run")
     parser.add_argument("--joined", action="store_true", help="ranks may skip units that others run")
     parser.add_argument("--tensor", action="store_true", help="meshes with a tensor axis, which cuts some of the model")
+    parser.add_argument("--muon", action="store_true", help="Muon as the optimizer")
+    parser.add_argument("--lora", action="store_true", help="PEFT's adapters beside linear layers")
     parser.add_argument("--without", nargs="+", default=[], metavar="FEATURE", help="leave out programs that have one")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one, with tracebacks")
     parser.add_argument("--shrink", type=int, metavar="SEED", help="look for a smaller program that ends the same way")

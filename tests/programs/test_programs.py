@@ -50,13 +50,22 @@ def test_random_programs_whose_ranks_use_different_units_match(ranks: RankPools)
     _match(ranks, range(12), joined=True)
 
 
-def _match(ranks: RankPools, seeds: Sequence[int], tensor: bool = False, joined: bool = False) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["muon", "lora"])
+def test_random_programs_of_whole_matrices_and_adapters_match(ranks: RankPools, more: str) -> None:
+    if more == "lora":
+        pytest.importorskip("peft")
+    _match(ranks, range(12), tensor=True, **{more: True})
+
+
+def _match(ranks: RankPools, seeds: Sequence[int], **options: bool) -> None:
     failed = []
     with Fleet(ranks) as fleet:
         for seed in seeds:
-            result = fleet.run(program_of(seed, tensor=tensor, joined=joined))
+            result = fleet.run(program_of(seed, **options))
             if result.outcome is not Outcome.OK:
-                again = f"python tests/programs/survey.py {'--tensor ' * tensor}{'--joined ' * joined}--replay {seed}"
+                flags = "".join(f"--{name} " for name, is_on in options.items() if is_on)
+                again = f"python tests/programs/survey.py {flags}--replay {seed}"
                 failed.append(f"seed {seed} ({again}):\n{result}\n{result.program}")
     assert not failed, "\n\n".join(failed)
 
@@ -93,6 +102,11 @@ def test_a_seed_is_always_the_same_program(seed: int) -> None:
 @settings(max_examples=50, deadline=None)
 def test_what_is_drawn_is_not_refused(program: Program) -> None:
     assert is_legal(program)
+
+
+def test_programs_of_whole_matrices_and_adapters_are_not_refused() -> None:
+    asked: list[dict[str, bool]] = [{"muon": True}, {"lora": True, "tensor": True}]
+    assert all(is_legal(program_of(seed, **options)) for seed in range(50) for options in asked)
 
 
 @given(programs)
