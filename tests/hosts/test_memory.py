@@ -32,7 +32,9 @@ trainer.Trainer.step = step
 """Rank 1 is killed in a step, in the first launch."""
 RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it, torch 2.13 restarts ranks with the addresses of those that are gone."""
-OPTIONS = (f"checkpoint.memory_every={EVERY}", "checkpoint.every=0", "train.global_batch=4")
+NO_DROPOUT = tuple(f"model.config.{kind}_pdrop=0.0" for kind in ("resid", "embd", "attn"))
+"""Ranks draw their own, so that other numbers of ranks drop other activations."""
+OPTIONS = (f"checkpoint.memory_every={EVERY}", "checkpoint.every=0", "train.global_batch=4", *NO_DROPOUT)
 
 
 def whole(folder: str) -> None:
