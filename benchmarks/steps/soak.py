@@ -143,9 +143,10 @@ FAULTS: dict[str, Callable[[Run, random.Random], None]] = {
 }
 
 
-def soak(rounds: int, seed: int, room: Path) -> tuple[dict[str, Seen], list[str]]:
-    """Return what was seen by fault, and every difference from a run that nothing happened to."""
-    draw = random.Random(seed)
+def soak(rounds: int, seed: int, room: Path, most_s: float = float("inf")) -> tuple[dict[str, Seen], list[str]]:
+    """Return what was seen by fault, and every difference from a run that nothing happened to. `most_s`: seconds after
+    which no further round begins."""
+    draw, end = random.Random(seed), time.monotonic() + most_s
     (room / "texts").mkdir()
     for number in range(12):
         (room / "texts" / f"{number}.txt").write_text(f"the {number} quick brown foxes jump. " * (1 + number % 5))
@@ -153,6 +154,8 @@ def soak(rounds: int, seed: int, room: Path) -> tuple[dict[str, Seen], list[str]
     steps = (rounds + 1) * MOST_STEPS
     run, seen = Run(room, "soaked", steps), {name: Seen() for name in FAULTS}
     for _ in range(rounds):
+        if time.monotonic() > end:
+            break
         name = draw.choice(list(FAULTS))
         before = len(run.rows)
         wanted = before + draw.randint(1, MOST_STEPS)
@@ -187,10 +190,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no round after so many")
     parser.add_argument("--out", help="write results/DATE-OUT.md and .json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as room:
-        seen, differences = soak(options.rounds, options.seed, Path(room).resolve())
+        seen, differences = soak(options.rounds, options.seed, Path(room).resolve(), options.minutes * 60)
     rows = []
     for name, one in seen.items():
         ended = (
@@ -200,8 +204,9 @@ def main() -> int:
         rows.append([name, str(one.rounds), ended, lost])
     head = ["fault", "rounds", "s until all processes have ended", "steps taken again"]
     verdict = "PASS" if not differences else "MISSED: " + "; ".join(differences[:3])
+    taken = sum(one.rounds for one in seen.values())
     text = (
-        f"# {options.rounds} rounds of faults in one run\n\n{report.facts_line(facts.machine())}\n\n"
+        f"# {taken} rounds of faults in one run\n\n{report.facts_line(facts.machine())}\n\n"
         f"Losses, norms and weights are bit-equal to those of a run that nothing happened to: {verdict}. "
         f"A checkpoint every {EVERY} steps.\n\n{report.table(head, rows)}"
     )

@@ -90,6 +90,14 @@ def test_rows_beside_tensor_parallelism() -> None:
     assert recording.facts.params == sum(p.numel() for p in cut_llama(shape).parameters())
 
 
+def test_rows_beside_context_parallelism() -> None:
+    """Ranks that share a sequence shard the model with the others; float8 is scored apart."""
+    rows = read(DATA.with_name("context_parallel.jsonl"))
+    assert [row.job.mesh["cp"] for row in rows] == [1, 2, 4, 8]
+    assert all(row.job.shard_ranks == 8 and row.job.slice_len == 32768 for row in rows)
+    assert all(row.scored_apart(metric) for row in rows for metric in ("throughput", "memory"))
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from benchmarks import HERE
 from benchmarks.plans.published.encoder import EncoderShape, SimpleTransformer
@@ -21,6 +22,7 @@ from benchmarks.plans.published.other_engines.job import PublishedJob
 from benchmarks.plans.published.tensor_parallel import cut_llama
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.fsdp.strategy import Precision
+from shardwise.plan.models.source import resolve
 
 DATA = HERE / "data" / "published.jsonl"
 OUT_OF_MEMORY = DATA.parent / "out_of_memory.jsonl"
@@ -39,7 +41,7 @@ _DEVICES = {
 }
 _PREFIXES = (("A100", "a100-sxm-80gb"), ("H100", "h100-sxm-80gb"), ("H200", "h200-sxm"), ("B200", "b200-sxm"))
 """For names that leave the variant open."""
-_ON_500_W = ("torchtitan", "torchtitan-tp", "torchao")
+_ON_500_W = ("torchtitan", "torchtitan-tp", "torchtitan-cp", "torchao")
 """Sources that call their H100 by name only where it is the part of 96 GB and 500 W."""
 _INTERCONNECTS = (
     ("GCP A3 Ultra", "8x400gbps"),
@@ -106,7 +108,7 @@ class Row:
         """Equal for rows that merge: everything that was chosen, nothing that was measured."""
         keys = ("model", "n_layers", "d_model", "seq_len", "gpu", "n_gpus", "gpus_per_node", "strategy")
         keys += ("micro_batch_per_gpu", "grad_accum", "precision", "act_ckpt", "compile", "offload", "shard_group")
-        keys += ("interconnect", "flash_attention", "optimizer", "source_key", "tp")
+        keys += ("interconnect", "flash_attention", "optimizer", "source_key", "tp", "cp")
         return (*(self.published.get(key) for key in keys), self.job.activation_checkpointing)
 
     def scored(self, metric: str) -> bool:
@@ -195,11 +197,18 @@ def _builder(published: dict[str, Any]) -> tuple[Callable[[], nn.Module], type[n
     litgpt = published["source_key"] == "thunder" and "torchtitan" not in published["model"]
     if (published.get("tp") or 1) > 1:
         return partial(cut_llama, llama), LlamaBlock
+    if published["source_key"] == "torchtitan-cp":  # only attention of transformers' models can reach across ranks
+        return partial(transformers_llama, "llama-3.1-8b"), LlamaDecoderLayer
     plain, scored = (NeoX, NeoXLoss) if neox else (Llama, LlamaLoss)
     model: Callable[[], nn.Module] = partial(scored if litgpt else plain, llama)
     if "bf16-true" in published["precision"]:
         model = partial(_typed, model, torch.bfloat16)
     return model, NeoXBlock if neox else LlamaBlock
+
+
+def transformers_llama(shape: str) -> nn.Module:
+    """A packaged shape as transformers builds it."""
+    return resolve(shape).builder()()
 
 
 def _typed(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -222,6 +231,7 @@ def _cluster(published: dict[str, Any]) -> dict[str, Any]:
         "nodes": ranks // per_node,
         "interconnect": interconnect,
         "tp": published.get("tp") or 1,
+        "cp": published.get("cp") or 1,
     }
 
 
@@ -311,6 +321,7 @@ def _engine(published: dict[str, Any]) -> str:
     if "FSDP2" in strategy or source in (
         "torchtitan",
         "torchtitan-tp",
+        "torchtitan-cp",
         "torchao",
         "torchtune",
         "maxtext-gpu",
