@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,10 +16,12 @@ import shardwise as sw
 from shardwise.checkpoint import memory
 from shardwise.errors import ConfigError
 from shardwise.train import trainer
+from shardwise.train.output.checkpoints import Checkpoints
 from tests.ranks import RankPool, RankPools
 from tests.train.rig import furnish, losses, run_here
 
 STEPS, EVERY, LOST_AFTER = 6, 2, 5
+SMALL = ("train.eval_every=0", "train.global_batch=4")
 COPIES = f"checkpoint.memory_every={EVERY}"
 
 
@@ -48,8 +51,7 @@ def train(folder: str, hosts: tuple[str, ...], lost_after: int, *overrides: str)
 
 
 def train_on(pool: RankPool, folder: Path, hosts: tuple[str, ...], lost_after: int, *overrides: str) -> list[str]:
-    small = ("train.eval_every=0", "train.global_batch=4", COPIES, *overrides)
-    return pool.run(train, str(folder), hosts, lost_after, *small, timeout_s=240)
+    return pool.run(train, str(folder), hosts, lost_after, *SMALL, COPIES, *overrides, timeout_s=240)
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,55 @@ def test_copies_of_another_run_of_that_name_are_not_seen(folder: Path, ranks: Ra
     assert "resuming" not in said
     assert losses("tiny") == losses("whole")
 
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to train in with one rank, in this process, on a host with the directory `a`."""
+    furnish(tmp_path)
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train_alone(folder: Path, lost_after: int, *overrides: str) -> str:
+    return train(str(folder), ("a",), lost_after, *SMALL, COPIES, *overrides)
+
+
+def test_a_damaged_checkpoint_hides_no_older_copy(alone: Path) -> None:
+    train_alone(alone, LOST_AFTER, "checkpoint.every=5")
+    flip(alone / "runs/tiny/checkpoints/step-000005/model.safetensors")
+    said = train_alone(alone, STEPS, "checkpoint.every=5")
+    assert "has been set aside: runs/tiny/checkpoints/step-000005.damaged" in said
+    assert "step-000004: step 5 is next" in said
+
+
+def test_a_copy_names_no_best_checkpoint_that_is_not_on_disk(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("train.eval_every=2", "checkpoint.keep_best=true", "checkpoint.every=100")
+    save = Checkpoints.save
+
+    def save_or_end(self: Checkpoints, step: int, *state: Any) -> None:
+        if step == 4:
+            raise HostLostError
+        save(self, step, *state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "save", save_or_end)
+        assert train_alone(alone, STEPS, *options) == "lost"
+    assert train_alone(alone, LOST_AFTER, *options) == "lost"
+    assert (alone / "runs/tiny/checkpoints/step-000004").exists()
+
+
+def test_metrics_are_written_before_a_copy(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[int] = []
+    copy = Checkpoints.copy
+
+    def copy_and_look(self: Checkpoints, *state: Any) -> None:
+        lines.append(len(losses("tiny")))
+        copy(self, *state)
+
+    monkeypatch.setattr(Checkpoints, "copy", copy_and_look)
+    train_alone(alone, STEPS)
+    assert lines == [2, 4, 6]
+
 
 def saved(run: str) -> memory.HostMemory:
     """Copy two steps of a small model's training on one rank."""
@@ -148,7 +199,7 @@ def saved(run: str) -> memory.HostMemory:
 
 def found(copies: memory.HostMemory) -> tuple[int | None, list[str]]:
     said: list[str] = []
-    copy = copies.find(0, said.append)
+    copy = copies.find(said.append)
     return None if copy is None else copy.step, said
 
 

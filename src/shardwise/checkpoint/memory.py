@@ -240,15 +240,15 @@ class HostMemory:
 
     # Resuming ---------------------------------------------------------------------------------------------------------
 
-    def find(self, after: int, say: Callable[[str], None]) -> Found | None:
-        """Return the newest copy of a step later than `after` that is whole and undamaged; None if there is none.
+    def find(self, say: Callable[[str], None]) -> Found | None:
+        """Return the newest copy that is whole and undamaged; None if there is none.
 
         say: called, on every rank, with a line about each later copy that is not.
         """
         with self._ranks.together(f"{self.path} cannot be read"):
             own = {(step, _digest(path)) for step, path in self._steps()} if self._is_first else set[tuple[int, str]]()
         listed = self._ranks.all_gather_object(own)
-        for step, digest in sorted({copy for copies in listed for copy in copies if copy[0] > after}, reverse=True):
+        for step, digest in sorted({copy for copies in listed for copy in copies}, reverse=True):
             reports = self._ranks.all_gather_object(self._report(step, (step, digest) in listed[self._here[0]]))
             hosts = [{name for rank in host for name in reports[rank].good} for host in self._hosts]
             names = next((report.names for report in reports if report.names), ())

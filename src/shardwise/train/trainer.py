@@ -354,22 +354,25 @@ class Trainer:
         checkpoints.forget_copies()
 
     def _keep(self, checkpoints: Checkpoints, writer: MetricsWriter | None, evaluated: bool, ends_here: bool) -> None:
-        """Copy the state to memory and save it, as far as either is due. Every rank must call this.
+        """Save the state, or else copy it to memory, if either is due. Every rank must call this.
+
+        A copy is made only where no save is: its `best` then names a checkpoint that is on disk, and a run that must
+        end soon saves at once.
 
         Args:
             evaluated: as in `_save`.
             ends_here: whether this step is the launch's last one, but not the run's.
         """
         taken, is_best = self.taken, self.config.checkpoint.keep_best and self.best.step == self.taken
-        if checkpoints.is_copied(taken) or (ends_here and checkpoints.memory is not None):
-            with self.launches.spending(SAVES):
-                self._save(checkpoints.copy, taken, evaluated)
-        if checkpoints.is_due(taken) or is_best or (ends_here and checkpoints.are_on):
-            if writer is not None:
-                writer.flush()
-            with self.launches.spending(SAVES):
-                self._save(checkpoints.save, taken, evaluated)
-            self.launches.write(taken)
+        saves = checkpoints.is_due(taken) or is_best or (ends_here and checkpoints.are_on)
+        copies = checkpoints.is_copied(taken) or (ends_here and checkpoints.memory is not None)
+        if not (saves or copies):
+            return
+        if writer is not None:
+            writer.flush()
+        with self.launches.spending(SAVES):
+            self._save(checkpoints.save if saves else checkpoints.copy, taken, evaluated)
+        self.launches.write(taken)
 
     def _end(self, checkpoints: Checkpoints, directory: RunDirectory) -> None:
         """Write `final/`, print the summary and write the report. Every rank must call this."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,11 +37,11 @@ class Checkpoints(KeptCheckpoints):
     memory: HostMemory | None = None
     """The copies of the run in memory; None if there are none."""
     in_memory: Found | None = None
-    """The copy in memory from which the run resumes."""
+    """The newest copy in memory, from which the run resumes unless a checkpoint is newer."""
 
     @classmethod
     def of(cls, config: Config, ranks: Ranks, say: Callable[[str], None]) -> Self:
-        """Return a run's checkpoints, after looking for copies in memory that are newer. Every rank must call this.
+        """Return a run's checkpoints, after looking for copies in memory. Every rank must call this.
 
         say: called with a line about each copy that cannot be used.
         """
@@ -49,8 +50,7 @@ class Checkpoints(KeptCheckpoints):
         if not config.checkpoint.memory_every:
             return found
         memory = HostMemory(ranks.on_first(directory.memory_id))
-        newest = max(found.on_first(f"{directory.checkpoints} cannot be read", found.committed), default=0)
-        return replace(found, memory=memory, in_memory=memory.find(newest, say))
+        return replace(found, memory=memory, in_memory=memory.find(say))
 
     @property
     def has_any(self) -> bool:
@@ -59,7 +59,8 @@ class Checkpoints(KeptCheckpoints):
 
     def peek(self) -> Mapping[str, Any] | None:
         """See the base class."""
-        return super().peek() if self.in_memory is None else self.in_memory.extra
+        copy = self.in_memory
+        return super().peek() if copy is None or max(self.committed(), default=0) >= copy.step else copy.extra
 
     def drop_copies(self) -> None:
         """Remove all copies in memory, of which none is under way: the run went back, and they are of steps that it
@@ -124,8 +125,8 @@ class Checkpoints(KeptCheckpoints):
         return self.ending(lambda: self.finish(model))
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> Resumed | None:
-        """Load the copy in memory or else the checkpoint that the configuration names; return None if the run starts
-        anew. Every rank must call this.
+        """Load the checkpoint that the configuration names, or the copy in memory if that is newer; return None if the
+        run starts anew. Every rank must call this.
 
         Partial checkpoints left by crashes are removed, and newer checkpoints that do not verify are set aside. The
         optimizer state is loaded; the optimizer's options stay those of the configuration.
@@ -137,16 +138,17 @@ class Checkpoints(KeptCheckpoints):
             CheckpointError: what the configuration names is not a checkpoint or is damaged. An UnreadableError if
                 storage does not let a checkpoint be read; that checkpoint is then left as it is.
         """
-        if self.in_memory is None:
-            path, set_aside = self.chosen()
-            resumed = None if path is None else self.load(path, model, optimizer, set_aside)
-        else:
-            contents, path = self.in_memory.contents, self.in_memory.path
-            resumed = self._loaded(
-                path, optimizer, lambda: load_contents(lambda: contents, str(path), model, optimizer)
-            )
+        copy = self.in_memory
+        path, set_aside = self.chosen(0 if copy is None else copy.step)
+        resumed = None
+        if path is not None:
+            resumed = self.load(path, model, optimizer, set_aside)
+        elif copy is not None:
+            place = str(copy.path)
+            load = partial(load_contents, lambda: copy.contents, place, model, optimizer)
+            resumed = self._loaded(place, optimizer, load, set_aside)
         if self.memory is not None:
-            self.memory.keep(None if self.in_memory is None else self.in_memory.step)
+            self.memory.keep(copy.step if path is None and copy is not None else None)
         return resumed
 
     def load(self, path: Path | str, model: nn.Module, optimizer: Optimizer, set_aside: Sequence[Path] = ()) -> Resumed:

@@ -142,13 +142,16 @@ class KeptCheckpoints:
             raise
         finish()
 
-    def chosen(self) -> tuple[Path | str | None, list[Path]]:
+    def chosen(self, copied: int = 0) -> tuple[Path | str | None, list[Path]]:
         """Return the checkpoint to resume from, verified, or None; and the new paths of newer checkpoints that were
         damaged and set aside. Partial checkpoints left by crashes are removed. Every rank must call this. Raises as
-        `resume` of the sub-classes does."""
+        `resume` of the sub-classes does.
+
+        copied: the run can also resume after so many steps from elsewhere, so that older checkpoints do not count.
+        """
         self.on_first(f"{self.directory} cannot be read", lambda: commit.remove_partials(self.directory))
         if self.config.resume in {"auto", "never"}:
-            return self.newest()
+            return self.newest(copied)
         path = self.config.resume if is_url(self.config.resume) else Path(self.config.resume)
         self.on_first(f"{path} cannot be loaded", lambda: manifest.verify(path))  # reads every byte
         return path, []
@@ -183,10 +186,11 @@ class KeptCheckpoints:
                 return extra
         return None
 
-    def newest(self) -> tuple[Path | None, list[Path]]:
+    def newest(self, copied: int = 0) -> tuple[Path | None, list[Path]]:
         """Return the run's newest checkpoint that verifies, or None, and the new paths of newer ones, which are damaged
-        and are renamed. Every rank must call this."""
-        steps = self.on_first(f"{self.directory} cannot be read", self.committed)
+        and are renamed. Every rank must call this. `copied`: as in `chosen`."""
+        committed = self.on_first(f"{self.directory} cannot be read", self.committed)
+        steps = [step for step in committed if step >= copied]
         if not steps:
             return None, []
         if self.config.resume == "never":
@@ -197,16 +201,16 @@ class KeptCheckpoints:
         good = self.on_first(
             f"{self.directory} cannot be read", lambda: next((step for step in steps if self._verifies(step)), None)
         )
-        if good is None:
+        if good is None and not copied:
             raise ConfigError(
                 f"none of the {len(steps)} checkpoints in {self.directory} is intact (sw.checkpoint.verify says why): "
                 "set log.name to train anew, or remove them"
             )
         set_aside = self.on_first(
             "a damaged checkpoint cannot be set aside",
-            lambda: [commit.set_aside(self.path(step)) for step in steps if step > good],
+            lambda: [commit.set_aside(self.path(step)) for step in steps if good is None or step > good],
         )
-        return self.path(good), set_aside
+        return None if good is None else self.path(good), set_aside
 
     def back_to(self, most: int) -> int | None:
         """Remove the checkpoints that are newer than the newest intact one of at most `most` steps, and return that
