@@ -77,6 +77,15 @@ def test_weights_are_left_to_the_shards(tmp_path: Path) -> None:
     assert model.generation_config.max_new_tokens == 7
 
 
+def test_answers_end_where_documents_of_the_data_do(tmp_path: Path) -> None:
+    saved: Any = build_model(ModelConfig(config=TINY, init="cpu"), TEXT)
+    for own, ends in ((None, TEXT.end_id), (2, [TEXT.end_id, 2]), ([2, TEXT.end_id], [2, TEXT.end_id])):
+        saved.generation_config.eos_token_id = own
+        saved.save_pretrained(tmp_path)
+        model: Any = build_model(ModelConfig(path=str(tmp_path), weights=str(tmp_path)), TEXT)
+        assert model.generation_config.eos_token_id == ends
+
+
 def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_factory.py").write_text(
         "from torch import nn\ndef make(): return nn.Linear(2, 3).eval()\ndef number(): return 3\n"

@@ -108,7 +108,22 @@ def _build_base(config: ModelConfig, text: TextShape) -> nn.Module:
     check_task(config.task or DEFAULT, hf_config.model_type)
     _complete(hf_config, text)
     _check_fits(hf_config, text)
-    return _build_transformer(hf_config, config)
+    model = _build_transformer(hf_config, config)
+    if text.vocab_size:
+        _end_answers_as_documents(model, text.end_id)
+    return model
+
+
+def _end_answers_as_documents(model: Any, end_id: int) -> None:
+    """Let generation also stop at the token that ends documents, which the model learns to write, whatever its files
+    say."""
+    generation = getattr(model, "generation_config", None)
+    if generation is None:
+        return
+    own = generation.eos_token_id
+    ends = [] if own is None else [own] if isinstance(own, int) else list(own)
+    if end_id not in ends:
+        generation.eos_token_id = [end_id, *ends] if ends else end_id
 
 
 def _build_transformer(hf_config: PreTrainedConfig, config: ModelConfig) -> nn.Module:
