@@ -22,6 +22,8 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from shardwise import accelerators
 
+_GROUP = "/sys/fs/cgroup"
+"""Where the control group of this process is seen."""
 _LOOK_S = 1e-4
 """Seconds between two queries of an event: a hundredth of the time that a disk takes for a buffer."""
 
@@ -144,8 +146,12 @@ def free_host_bytes() -> int:
     for line in _lines("/proc/meminfo"):  # counts what the page cache would give back
         if line.startswith("MemAvailable:"):
             free = 1024 * int(line.split()[1])
-    limit, used = (next(iter(_lines(f"/sys/fs/cgroup/memory.{what}")), "max") for what in ("max", "current"))
-    return min(free, int(limit) - int(used)) if limit.isdecimal() and used.isdecimal() else free
+    limit, used = (next(iter(_lines(f"{_GROUP}/memory.{what}")), "max") for what in ("max", "current"))
+    if not (limit.isdecimal() and used.isdecimal()):
+        return free
+    lines = [line.split() for line in _lines(f"{_GROUP}/memory.stat")]
+    cached = sum(int(nbytes) for kind, nbytes in lines if kind in {"active_file", "inactive_file"})
+    return min(free, int(limit) - int(used) + cached)
 
 
 def _lines(path: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Callable
@@ -13,10 +14,12 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise import device_tools
 from shardwise.checkpoint import memory
 from shardwise.errors import ConfigError
 from shardwise.train import trainer
 from shardwise.train.output.checkpoints import Checkpoints
+from shardwise.train.run.directory import RunDirectory
 from tests.ranks import RankPool, RankPools
 from tests.train.rig import furnish, losses, run_here
 
@@ -97,6 +100,7 @@ def test_a_host_that_lost_its_memory_reads_the_other_ones(folder: Path, ranks: R
     assert not list(folder.glob("[ab]/*")), "copies are left behind"
 
 
+@pytest.mark.slow
 def test_the_rank_that_is_left_goes_on_alone(folder: Path, ranks: RankPools) -> None:
     (said,) = train_on(ranks(1), folder, ("b",), STEPS)
     assert "step-000004: step 5 is next" in said
@@ -122,6 +126,7 @@ def test_a_damaged_file_is_read_from_the_other_host(folder: Path, ranks: RankPoo
     assert losses("tiny") == losses("whole")
 
 
+@pytest.mark.slow
 def test_the_later_of_memory_and_disk_is_resumed(folder: Path, ranks: RankPools) -> None:
     assert train_on(ranks(2), folder, ("a", "b"), LOST_AFTER, "checkpoint.every=5") == ["lost", "lost"]
     said, _ = train_on(ranks(2), folder, ("a", "b"), STEPS, "checkpoint.every=5")
@@ -129,11 +134,13 @@ def test_the_later_of_memory_and_disk_is_resumed(folder: Path, ranks: RankPools)
     assert losses("tiny") == losses("whole")
 
 
+@pytest.mark.slow
 def test_copies_of_another_run_of_that_name_are_not_seen(folder: Path, ranks: RankPools) -> None:
     shutil.rmtree(folder / "runs" / "tiny")
     said, _ = train_on(ranks(2), folder, ("a", "b"), STEPS)
     assert "resuming" not in said
     assert losses("tiny") == losses("whole")
+
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -181,8 +188,38 @@ def test_metrics_are_written_before_a_copy(alone: Path, monkeypatch: pytest.Monk
         copy(self, *state)
 
     monkeypatch.setattr(Checkpoints, "copy", copy_and_look)
-    train_alone(alone, STEPS)
+    train_alone(alone, STEPS, "log.every=100")
     assert lines == [2, 4, 6]
+
+
+def test_a_resumed_run_without_room_for_copies_goes_on(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_alone(alone, LOST_AFTER)
+    monkeypatch.setattr(device_tools, "free_host_bytes", lambda: -(2**30))
+    said = train_alone(alone, STEPS, "checkpoint.memory_every=1")
+    assert "step-000004: step 5 is next" in said
+    assert said.count("memory_every = 0; the run goes on without more copies") == 1
+    assert len(losses("tiny")) == STEPS
+
+
+def test_a_run_that_makes_no_more_copies_removes_those_it_made(alone: Path) -> None:
+    train_alone(alone, LOST_AFTER)
+    assert list(alone.glob("a/*/*"))
+    train_alone(alone, 0, "checkpoint.memory_every=0")
+    assert not list(alone.glob("a/*"))
+
+
+def test_a_run_begun_anew_in_its_directory_has_another_id(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    assert not directory.memory_id
+    first = directory.made_memory_id()
+    directory.metrics.touch()
+    assert directory.made_memory_id() == directory.memory_id == first
+    directory.metrics.unlink()
+    second = directory.made_memory_id()
+    assert second not in {"", first}
+    directory.metrics.touch()
+    (directory.path / "memory-id").write_text("")
+    assert directory.made_memory_id() not in {"", second}
 
 
 def saved(run: str) -> memory.HostMemory:
@@ -199,7 +236,7 @@ def saved(run: str) -> memory.HostMemory:
 
 def found(copies: memory.HostMemory) -> tuple[int | None, list[str]]:
     said: list[str] = []
-    copy = copies.find(said.append)
+    copy = copies.find(said.append, lambda extra: extra["said"] < 3)
     return None if copy is None else copy.step, said
 
 
@@ -230,9 +267,39 @@ def test_a_copy_that_is_damaged_is_passed_over(
     assert not copies.path.exists()
 
 
+def test_copies_that_do_not_belong_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(memory.VARIABLE, str(tmp_path))
+    said: list[str] = []
+    copy = saved("one").find(said.append, lambda extra: extra["said"] == 1)
+    assert copy is not None
+    assert (copy.step, said) == (1, [])
+
+
+def test_copies_that_are_dropped_leave_no_memory_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(memory.VARIABLE, str(tmp_path))
+    copies = saved("one")
+    gc.disable()  # else it might find what refers to itself
+    try:
+        assert str(tmp_path) in Path("/proc/self/maps").read_text()
+        copies.keep(None)
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
+
+
+def test_a_limit_counts_no_cached_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = "anon 5\nactive_file 100\ninactive_file 800\nshmem 50\n"
+    for name, text in (("max", "1000\n"), ("current", "990\n"), ("stat", stat)):
+        (tmp_path / f"memory.{name}").write_text(text)
+    monkeypatch.setattr(device_tools, "_GROUP", str(tmp_path))
+    assert device_tools.free_host_bytes() == 910
+    (tmp_path / "memory.max").write_text("max\n")
+    assert device_tools.free_host_bytes() > 910
+
+
 def test_memory_that_is_too_small_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(memory.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(memory, "_available_bytes", lambda: 2**10)
+    monkeypatch.setattr(device_tools, "free_host_bytes", lambda: 2**10)
     with pytest.raises(ConfigError) as refused:
         saved("one")
     said = str(refused.value)

@@ -29,6 +29,7 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise import device_tools
 from shardwise.checkpoint.format import manifest, training_json
 from shardwise.checkpoint.format.contents import Contents
 from shardwise.checkpoint.format.tensor_files import to_write
@@ -74,22 +75,22 @@ class _Ranks(Agreement):
             self._channel.close()
 
 
+class NoRoomError(ConfigError):
+    """A host's memory is too small for copies. Every rank raises it, and the copies that there are stay."""
+
+
 class Found(NamedTuple):
     """A copy from which the run can resume."""
 
     step: int
     contents: Contents
+    extra: Mapping[str, Any]
+    """What `HostMemory.save` was given."""
 
     @property
     def path(self) -> Path | str:
         """The copy's directory, of which other hosts may have parts."""
         return self.contents.directory.location
-
-    @property
-    def extra(self) -> Mapping[str, Any]:
-        """What `HostMemory.save` was given."""
-        extra: Mapping[str, Any] = training_json.read(self.contents)["extra"]
-        return extra
 
 
 class _Report(NamedTuple):
@@ -114,7 +115,7 @@ class HostMemory:
             ConfigError: a host has no directory in memory that it can write to.
         """
         self._ranks = ranks = _Ranks()
-        self.path = Path(os.environ.get(VARIABLE) or DEFAULT) / f"shardwise-{run}"
+        self.path = _directory(run)
         """The directory on this host."""
         with ranks.together():
             made = _made(self.path)
@@ -127,7 +128,8 @@ class HostMemory:
         self._before = self._hosts[self._number - 1] if len(self._hosts) > 1 else []
         """Ranks of the host whose files this host holds, too."""
         self._place = self._here.index(ranks.rank)
-        self._server = FileServer(self.path) if len(self._hosts) > 1 else None
+        with ranks.together("copies in memory cannot be served to other hosts"):
+            self._server = FileServer(self.path) if len(self._hosts) > 1 else None
         self._addresses = ranks.all_gather_object(None if self._server is None else self._server.address)
         self._slots = [_Slot(Path()), _Slot(Path())]
 
@@ -146,19 +148,21 @@ class HostMemory:
         `sw.checkpoint.save`.
 
         Raises:
-            ConfigError: the memory is too small.
+            NoRoomError: the memory is too small.
         """
         found = prepare(model, optimizer, step, extra, True, lambda: (None, "memory"), adapter=adapter)
         prepared, peers, doing = found.prepared, found.peers, f"the state cannot be copied to {self.path}"
         whole = self.path / _name(step)
         new = whole.with_name(whole.name + PARTIAL)
+        lack = self._together(doing, lambda: self._lack(prepared) if self._is_first else "")
+        for words in filter(None, self._ranks.all_gather_object(lack)):
+            raise NoRoomError(words)
         with peers.together(doing):
             if self._is_first:
-                self._check_room(prepared)
                 self._make_room(new)
         with peers.together(doing), prepared.exchange:
             slot = self._next_slot(new / file_of(self._ranks.rank))
-            copied = prepared.copied(slot.staging.copy)
+            copied = prepared.copied(slot.copy)
 
         def run() -> None:
             written = self._together(doing, lambda: slot.written(copied, headers=peers.is_first))
@@ -181,26 +185,27 @@ class HostMemory:
         save_thread.start(task, peers.together(doing))
 
     def _together(self, doing: str, task: Callable[[], T]) -> T:
-        """Do the task on every rank. Either all return or all raise. For the thread."""
+        """Do the task on every rank. Either all return or all raise."""
         results: list[T] = []
         with self._ranks.together(doing):
             results.append(task())
         return results[0]
 
-    def _check_room(self, prepared: Prepared) -> None:
-        """Raise ConfigError if this host has no memory for all copies that it will hold."""
+    def _lack(self, prepared: Prepared) -> str:
+        """Return in words that this host has no memory for all copies that it will hold; empty if it has."""
         state_bytes = sum(layout.nbytes for file_set in prepared.file_sets for layout in file_set.files.files.values())
         ranks = len(self._here) + len(self._before)
         needed_bytes = _COPIES * state_bytes * ranks // self._ranks.world_size
         held_bytes = sum(file.stat().st_size for file in self.path.glob("*/*"))
-        room, free_bytes = os.statvfs(self.path), _available_bytes()
-        free_bytes = held_bytes + min(free_bytes, room.f_bavail * room.f_frsize)
-        if needed_bytes > free_bytes:
-            raise ConfigError(
-                f"checkpoint.memory_every: {_COPIES} copies of the state of {ranks} rank{'s' * (ranks > 1)} need "
-                f"{needed_bytes / _MIB:,.1f} MiB in {self.path.parent}, where {free_bytes / _MIB:,.1f} MiB are free: "
-                f"enlarge it (mount -o remount,size=...), name another tmpfs with {VARIABLE}, or set memory_every = 0"
-            )
+        room = os.statvfs(self.path)
+        free_bytes = held_bytes + min(device_tools.free_host_bytes(), room.f_bavail * room.f_frsize)
+        if needed_bytes <= free_bytes:
+            return ""
+        return (
+            f"checkpoint.memory_every: {_COPIES} copies of the state of {ranks} rank{'s' * (ranks > 1)} need "
+            f"{needed_bytes / _MIB:,.1f} MiB in {self.path.parent}, where {free_bytes / _MIB:,.1f} MiB are free: "
+            f"enlarge it (mount -o remount,size=...), name another tmpfs with {VARIABLE}, or set memory_every = 0"
+        )
 
     def _make_room(self, new: Path) -> None:
         """Make the directory of a new copy, out of the older of two complete ones, whose memory is used again."""
@@ -240,10 +245,12 @@ class HostMemory:
 
     # Resuming ---------------------------------------------------------------------------------------------------------
 
-    def find(self, say: Callable[[str], None]) -> Found | None:
+    def find(self, say: Callable[[str], None], belongs: Callable[[Mapping[str, Any]], bool]) -> Found | None:
         """Return the newest copy that is whole and undamaged; None if there is none.
 
-        say: called, on every rank, with a line about each later copy that is not.
+        Args:
+            say: called, on every rank, with a line about each later copy that is not.
+            belongs: whether a copy counts at all, by its `extra`.
         """
         with self._ranks.together(f"{self.path} cannot be read"):
             own = {(step, _digest(path)) for step, path in self._steps()} if self._is_first else set[tuple[int, str]]()
@@ -257,7 +264,10 @@ class HostMemory:
                 with self._ranks.together(f"the copy of step {step} in memory cannot be read"):
                     directory = self._spread(step, names, hosts)
                     contents = Contents(directory, manifest.read(directory))
-                return Found(step, contents)
+                    found = Found(step, contents, training_json.read(contents)["extra"])
+                if belongs(found.extra):
+                    return found
+                continue
             fault = next((report.fault for report in reports if report.fault), "")
             why = fault or f"{missing[0]} is on none of the hosts that are left"
             say(f"the copy of step {step} in memory cannot be used: {why}")
@@ -292,10 +302,12 @@ class HostMemory:
         return _Spread(path, elsewhere)
 
     def keep(self, step: int | None) -> None:
-        """Remove all copies but that of `step`, from which the run resumed. Not collective."""
-        for path in self.path.iterdir() if self._is_first else ():
-            if step is None or path.name != _name(step):
-                shutil.rmtree(path)
+        """Remove all copies but that of `step`, from which the run resumed. No copy may be under way."""
+        self._slots = [_Slot(Path()), _Slot(Path())]  # else their memory, mapped, would outlive its files
+        with self._ranks.together(f"{self.path} cannot be cleared"):
+            for path in self.path.iterdir() if self._is_first else ():
+                if step is None or path.name != _name(step):
+                    shutil.rmtree(path)
 
     def forget(self) -> None:
         """Remove all copies. No copy may be under way. Not collective."""
@@ -311,13 +323,13 @@ class HostMemory:
         return sorted((step, path) for step, path in found if (path / manifest.NAME).is_file())[::-1]
 
 
-class _Slot:
+class _Slot(StagingBuffer):
     """A rank's file in memory, mapped, for one of two copies."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
         self._inode = -1
-        self.staging = StagingBuffer(self._allocate)
 
     def _allocate(self, nbytes: int) -> mmap.mmap:
         memory = _mapped(self.path, nbytes)
@@ -333,7 +345,7 @@ class _Slot:
     def written(self, copied: Prepared, headers: bool) -> Written:
         """Return where the bytes of each file lie in this memory, to which `copied` was copied, and their checksums.
         Headers, and bytes that are computed as they are written, are added at the end."""
-        base, nbytes, written, sums = self.staging.address, self.staging.nbytes, Written(), RegionSums()
+        base, nbytes, written, sums = self.address, self.nbytes, Written(), RegionSums()
         self.path.touch(mode=0o600)
         with self.path.open("r+b") as file:
             file.truncate(nbytes)
@@ -387,6 +399,15 @@ class _Spread(LocalDirectory):
         return closing(self.elsewhere[name]())
 
 
+def forget(run: str) -> None:
+    """Remove a run's copies on this host, where no process of the run is left. Not collective."""
+    shutil.rmtree(_directory(run), ignore_errors=True)
+
+
+def _directory(run: str) -> Path:
+    return Path(os.environ.get(VARIABLE) or DEFAULT) / f"shardwise-{run}"
+
+
 def _name(step: int) -> str:
     return f"step-{step:06d}"
 
@@ -419,9 +440,3 @@ def _mapped(path: Path, nbytes: int) -> mmap.mmap:
         return mmap.mmap(fd, nbytes)
     finally:
         os.close(fd)
-
-
-def _available_bytes() -> int:
-    """Return the memory that this machine can still give."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,7 @@ class StagingBuffer:
     allocator of pinned memory, which rounds up to a power of two and keeps what is freed.
     """
 
-    def __init__(self, allocate: Callable[[int], Any] = huge_page_buffer) -> None:
-        """allocate: returns memory of so many bytes, zeroed or with anything in it."""
-        self._allocate = allocate
+    def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._unpin = weakref.finalize(self, lambda: None)
         """Unpins the buffer, at the latest when this object is gone."""
@@ -40,6 +38,10 @@ class StagingBuffer:
     def address(self) -> int:
         """Where this memory begins."""
         return self._buffer.data_ptr()
+
+    def _allocate(self, nbytes: int) -> Any:
+        """Return memory of so many bytes, zeroed or with anything in it."""
+        return huge_page_buffer(nbytes)
 
     def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Copy the pieces' elements to this memory. The copies that the last call returned are overwritten.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import device_tools, hub
+from shardwise.checkpoint.memory import NoRoomError
 from shardwise.checkpoint.pretrained import blank_for
 from shardwise.errors import ConfigError, NotOnPiecesError, UserError
 from shardwise.hub import local, shown
@@ -160,6 +161,8 @@ class Trainer:
 
     batches_from = 0
     """Number of steps taken before those that `batches` are of."""
+    copies = True
+    """Whether there is room for copies in memory, as far as is known."""
     goes_back: Callable[[TakenStep, float, str], bool]
     """`_go_back` in this run, for a bad step, its loss, and why it is bad."""
 
@@ -351,7 +354,6 @@ class Trainer:
                 if self.interruption.agreed and not (last or stops):
                     self._leave(checkpoints, taken)
         self._end(checkpoints, directory)
-        checkpoints.forget_copies()
 
     def _keep(self, checkpoints: Checkpoints, writer: MetricsWriter | None, evaluated: bool, ends_here: bool) -> None:
         """Save the state, or else copy it to memory, if either is due. Every rank must call this.
@@ -366,12 +368,18 @@ class Trainer:
         taken, is_best = self.taken, self.config.checkpoint.keep_best and self.best.step == self.taken
         saves = checkpoints.is_due(taken) or is_best or (ends_here and checkpoints.are_on)
         copies = checkpoints.is_copied(taken) or (ends_here and checkpoints.memory is not None)
-        if not (saves or copies):
+        if not (saves or (copies and self.copies)):
             return
         if writer is not None:
             writer.flush()
         with self.launches.spending(SAVES):
-            self._save(checkpoints.save if saves else checkpoints.copy, taken, evaluated)
+            try:
+                self._save(checkpoints.save if saves else checkpoints.copy, taken, evaluated)
+            except NoRoomError as error:
+                if not self.first_step:
+                    raise
+                self.copies = False  # it may go on with fewer hosts, of which each has more to hold
+                self.console.say(f"{error}; the run goes on without more copies")
         self.launches.write(taken)
 
     def _end(self, checkpoints: Checkpoints, directory: RunDirectory) -> None:
@@ -388,6 +396,7 @@ class Trainer:
         with self.launches.spending(EXPORT):
             step = self._load_best(checkpoints)
             export(self.model, self.task.processor, directory, self.ranks, step, self.form)
+        checkpoints.forget_copies()
         self._sum_up(directory, footprint)
         if self.ranks.is_first:
             self.launches.write(self.taken)
@@ -540,7 +549,7 @@ class Trainer:
         """End the interrupted run after `step` steps: finish the last save, then raise `Interrupted`. Every rank must
         call this."""
         checkpoints.finish(self.model)
-        copies = None if checkpoints.memory is None else checkpoints.memory.path
+        copies = None if checkpoints.memory is None or not self.copies else checkpoints.memory.path
         saved = checkpoints.path(step) if checkpoints.are_on else copies
         self.console.interrupted(step, self.first_step, saved)
         raise Interrupted

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.checkpoint.loading import Loaded, load_contents
-from shardwise.checkpoint.memory import Found, HostMemory
+from shardwise.checkpoint.memory import Found, HostMemory, forget
 from shardwise.train.build.lora import check_base
 from shardwise.train.build.optimizer import options_of, set_options
 from shardwise.train.config.schema import Config
@@ -48,9 +48,14 @@ class Checkpoints(KeptCheckpoints):
         directory = RunDirectory(config.run_directory)
         found = cls(directory.checkpoints, config.checkpoint, ranks)
         if not config.checkpoint.memory_every:
+            run = ranks.on_first(lambda: directory.memory_id)
+            if run:
+                forget(run)  # an earlier launch left them
             return found
-        memory = HostMemory(ranks.on_first(directory.memory_id))
-        return replace(found, memory=memory, in_memory=memory.find(say))
+        memory = HostMemory(ranks.on_first(directory.made_memory_id))
+        least = found.on_first(f"{directory.checkpoints} cannot be read", lambda: _rollbacks(found.peek() or {}))
+        in_memory = memory.find(say, lambda extra: _rollbacks(extra) >= least)
+        return replace(found, memory=memory, in_memory=in_memory)
 
     @property
     def has_any(self) -> bool:
@@ -69,7 +74,7 @@ class Checkpoints(KeptCheckpoints):
             self.memory.keep(None)
 
     def forget_copies(self) -> None:
-        """Remove all copies in memory, at the end of the run. Every rank must call this."""
+        """Remove all copies in memory, when `final/` is written. Every rank must call this."""
         if self.memory is not None:
             self.memory.forget()
 
@@ -163,3 +168,8 @@ class Checkpoints(KeptCheckpoints):
         check_base(loaded.get("base"), self.base, path)
         changed = set_options(optimizer, options)
         return self.resumed(path, loaded.step, loaded, set_aside, changed)
+
+
+def _rollbacks(extra: Mapping[str, Any]) -> int:
+    """Return how often the run had gone back. Copies from before the last time are of steps that it left."""
+    return len(extra.get("rollbacks", []))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,8 @@ from shardwise.checkpoint.publish.commit import CHECKPOINTS, FINAL
 from shardwise.errors import ConfigError
 from shardwise.train.config.files import dump_toml
 from shardwise.train.config.schema import Config
+
+_MEMORY_ID = "memory-id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +81,29 @@ class RunDirectory:
         """File with the id of the run in Weights & Biases."""
         return self.path / "wandb-id"
 
+    @property
     def memory_id(self) -> str:
-        """Return what tells the copies of this run in memory from those of any other, also of one that had this
-        directory before. Raises ConfigError if the directory cannot be written."""
-        file = self.path / ".memory-id"
+        """What tells the copies of this run in memory from those of any other, also of one that had this directory
+        before; empty if the run has none."""
         try:
-            if not file.exists():
-                self.path.mkdir(parents=True, exist_ok=True)
-                file.write_text(secrets.token_hex(8), encoding="ascii")
-            return file.read_text(encoding="ascii")
+            found = (self.path / _MEMORY_ID).read_text(encoding="ascii")
+        except (OSError, UnicodeDecodeError):
+            return ""
+        return found if re.fullmatch("[0-9a-f]{16}", found) else ""
+
+    def made_memory_id(self) -> str:
+        """Return `memory_id`, a new one if there is none or nothing is left of the run that had it. Raises ConfigError
+        if the directory cannot be written."""
+        if self.memory_id and (self.metrics.exists() or self.checkpoints.exists()):
+            return self.memory_id
+        partial = self.path / f"{_MEMORY_ID}.partial"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            partial.write_text(secrets.token_hex(8), encoding="ascii")
+            partial.replace(self.path / _MEMORY_ID)
         except OSError as error:
             raise ConfigError(f"cannot write the run directory {self.path}: {error.strerror}") from None
+        return self.memory_id
 
     @property
     def checkpoints(self) -> Path:

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 IN_A_ROW = 5
-"""Most times that a run goes back before it gets past the step that it went back from."""
+"""Most times that a run goes back before it gets more than `train.roll_back` steps past the step that it last went back
+from."""
 
 
 @dataclass(frozen=True, slots=True)
