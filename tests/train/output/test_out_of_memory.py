@@ -8,6 +8,7 @@ import torch
 
 from shardwise.cli.process import report
 from shardwise.errors import OutOfMemory
+from shardwise.plan.search.advice import Change
 from shardwise.train import trainer
 from shardwise.train.config.files import load
 from shardwise.train.output import out_of_memory
@@ -55,6 +56,19 @@ def test_a_step_out_of_memory_shows_the_plan_what_is_held_and_ways_out(monkeypat
     trainer.run(load("tiny.toml", [*overrides, *ways_out, "log.name=again"]))
     ending = report.describe(caught.value, 3)
     assert (ending.kind, ending.line, ending.traceback) == ("failed", "", message)
+
+
+@pytest.mark.parametrize(
+    ("keys", "usable"),
+    [
+        ("train.micro_batch=1 train.global_batch=4", True),
+        ("", False),
+        ("parallel.ranks=8 torchrun --nnodes=2", False),
+        ("offload.optimizer=nvme offload.path=...", False),
+    ],
+)
+def test_only_changes_that_the_run_can_be_given_are_looked_at(keys: str, usable: bool) -> None:
+    assert out_of_memory._is_a_setting(Change({}, "--flags", keys)) is usable
 
 
 def test_a_model_that_cannot_be_planned_still_says_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -80,7 +80,9 @@ def advise(question: Question, nearest: Job, forecasters: Forecasters) -> list[A
     return [*itertools.islice(ways_out(question, nearest, forecasters), MOST)]
 
 
-def ways_out(question: Question, nearest: Job, evaluate: Evaluate) -> Iterator[Advice]:
+def ways_out(
+    question: Question, nearest: Job, evaluate: Evaluate, usable: Callable[[Change], bool] = lambda change: True
+) -> Iterator[Advice]:
     """Yield ways to make a model fit, those that cost least first, each as soon as it is found.
 
     Kinds of changes are tried in order. Of each kind, the mildest change that suffices is an answer: alone if it does,
@@ -92,6 +94,7 @@ def ways_out(question: Question, nearest: Job, evaluate: Evaluate) -> Iterator[A
             searched, its value is kept.
         evaluate: makes the forecasts: of each change the leanest configuration, of each answer a quick search. A change
             whose forecast raises a UserError is ruled out.
+        usable: whether a change may be made; others are not tried.
     """
     asked = _Asked(_pinned(question, nearest), evaluate)
     saving: list[Change] = []
@@ -101,7 +104,7 @@ def ways_out(question: Question, nearest: Job, evaluate: Evaluate) -> Iterator[A
     for makes_slots_smaller, kind in _kinds(asked.question, least):
         if not makes_slots_smaller and _slots_bytes(least) > available_bytes(least, question.budget_bytes):
             break
-        tried = asked.mildest(kind, saving, least)
+        tried = asked.mildest([change for change in kind if usable(change)], saving, least)
         if tried is None:
             continue
         change, together = tried

@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.errors import OutOfMemory, UserError
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.report.report import parts
-from shardwise.plan.search.advice import ways_out
+from shardwise.plan.search.advice import Change, ways_out
 from shardwise.plan.search.exploration import Evaluate, gib, needed_bytes
 from shardwise.plan.search.search import Question
 from shardwise.policy.kinds import KINDS
@@ -79,12 +79,17 @@ def _smaller(question: Question, planned: Forecast, evaluate: Evaluate, file: Pa
         return known[name]
 
     found = None
-    with suppress(TimeoutError):
-        found = next((way for way in ways_out(question, planned.job, in_time) if way.keys), None)
+    with suppress(Exception):  # out of time, or a plan that fails: neither may hide what has happened
+        found = next(ways_out(question, planned.job, in_time, _is_a_setting), None)
     if found is None:
         return f"`shardwise plan --from {file}` looks for a configuration that needs less"
     needs, instead = gib(needed_bytes(found.forecast)), gib(needed_bytes(planned))
     return f"The next smaller configuration, which by the plan needs {needs} GiB instead of {instead}: {found.keys}"
+
+
+def _is_a_setting(change: Change) -> bool:
+    """Whether the run can be given this change as it is, on the ranks that it has."""
+    return bool(change.keys) and not any(words in change.keys for words in ("parallel.ranks", "torchrun", "..."))
 
 
 def _ways_out(config: Config) -> Iterator[str]:
