@@ -13,9 +13,12 @@ import pytest
 from rich.console import Console
 
 from shardwise.cli.app import run
-from shardwise.cli.doctor import _show, _shrunk, _table
+from shardwise.cli.doctor import _settled, _show, _shrunk, _table
 from shardwise.diagnosis.result import Check, Diagnosis, Finding, Status
+from shardwise.errors import MeshError
+from shardwise.train.config.files import load
 from shardwise.train.config.schema import ModelConfig
+from tests.train.rig import furnish
 
 OF_THE_MOMENT = {"disk", "pace of ranks", "bandwidth"}
 """Checks that may fail on a machine that does other work too."""
@@ -124,6 +127,14 @@ def test_a_model_is_shrunk_to_some_of_its_layers(tmp_path: Path, capsys: pytest.
     path = _shrunk(ModelConfig(path=str(tmp_path / "t5")), 2, tmp_path).path
     shorter = T5Config.from_pretrained(Path(path or "").parent)
     assert (shorter.num_layers, shorter.num_decoder_layers) == (2, 2)
+    T5Config(num_layers=1, num_decoder_layers=3, d_model=8, num_heads=2).save_pretrained(tmp_path / "t5")
+    path = _shrunk(ModelConfig(path=str(tmp_path / "t5")), 2, tmp_path).path
+    shorter = T5Config.from_pretrained(Path(path or "").parent)
+    assert (shorter.num_layers, shorter.num_decoder_layers) == (1, 2)
+    bart = _shrunk(ModelConfig(config={"model_type": "bart", "encoder_layers": 1}), 2, tmp_path).config
+    assert bart == {"model_type": "bart", "encoder_layers": 1, "decoder_layers": 2}
+    short = ModelConfig(config={"model_type": "t5", "num_layers": 1})  # so many in the decoder as well
+    assert _shrunk(short, 2, tmp_path) == short
     inline = ModelConfig(config={"model_type": "gpt2", "n_layer": 4})
     assert _shrunk(inline, 2, tmp_path).config == {"model_type": "gpt2", "n_layer": 2}
     assert _shrunk(inline, 4, tmp_path) == _shrunk(inline, 0, tmp_path) == inline
@@ -132,6 +143,26 @@ def test_a_model_is_shrunk_to_some_of_its_layers(tmp_path: Path, capsys: pytest.
     small = json.loads(Path(path).read_text())
     assert (small["num_hidden_layers"], small["hidden_size"], len(small["layer_types"])) == (2, 8, 2)
     assert "2 layers of" in capsys.readouterr().err
+
+
+def test_axes_are_left_out_only_if_they_do_not_divide_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    given = ["parallel.tp=2", "train.global_batch=none"]
+    alone = _settled(load("tiny.toml", [*given, "parallel.ranks=3"]), 0)
+    assert (alone.parallel.tp, alone.parallel.ranks) == (1, 3)
+    assert "tp=2 does not divide the 3 ranks" in (said := capsys.readouterr().err)
+    assert "the data axes alone are compared" in said
+    for overrides, gpus, message in [
+        (["parallel.ranks=4"], 2, "this machine has 2 GPUs"),
+        (["parallel.ranks=3"], 2, "this machine has 2 GPUs"),
+        (["parallel.ranks=4", "parallel.strategy=hybrid_shard", "parallel.shard_group=3"], 0, "parallel.shard_group=3"),
+    ]:
+        with pytest.raises(MeshError, match=message):
+            _settled(load("tiny.toml", [*given, *overrides]), gpus)
+    assert not capsys.readouterr().err
 
 
 def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,18 +104,19 @@ def doctor(  # noqa: PLR0913, PLR0917 - one for each option
 def _settled(loaded: "Config", gpus: int) -> "Config":
     """Return a configuration as `shardwise train` would check it, as far as it is diagnosed: from random weights, and
     with tensor and context axes if the ranks allow them."""
-    from shardwise.train.run.preflight import check
+    from shardwise.train.run.preflight import DEFAULT_CPU_RANKS, check
 
     if loaded.parallel.backend == "jax":
         raise UserError('parallel.backend = "jax": the doctor looks at torch; add parallel.backend=torch to try that')
     try:
         settled = check(loaded, gpus)
     except MeshError as error:
-        if loaded.parallel.ranks_per_batch == 1:
+        ranks = (gpus or DEFAULT_CPU_RANKS) if loaded.parallel.ranks == "auto" else loaded.parallel.ranks
+        if ranks % loaded.parallel.ranks_per_batch == 0:
             raise
-        _say(f"{error}: parallel.tp and parallel.cp are left out, and the data axes alone are compared")
         alone = loaded.parallel.model_copy(update={"tp": 1, "cp": 1})
         settled = check(loaded.model_copy(update={"parallel": alone}), gpus)
+        _say(f"{error}: parallel.tp and parallel.cp are left out, and the data axes alone are compared")
     train = settled.train.model_copy(update={"optimizer_in_backward": False})
     model = settled.model.model_copy(update={"weights": "random"})
     return settled.model_copy(update={"train": train, "model": model})
@@ -143,15 +144,14 @@ def _shrunk(model: "ModelConfig", layers: int, place: Path) -> "ModelConfig":
     if model.path is not None:
         found: Any = AutoConfig.from_pretrained(str(local(model.path)), local_files_only=True)
         text = found.get_text_config()
-        if getattr(text, "num_hidden_layers", 0) <= layers:
+        keys = [key for key in ("num_hidden_layers", *_DECODERS_OWN) if (getattr(text, key, None) or 0) > layers]
+        if not keys:
             return model
         try:
             if getattr(text, "layer_types", None):
                 text.layer_types = text.layer_types[:layers]
-            text.num_hidden_layers = layers
-            for key in _DECODERS_OWN:
-                if getattr(text, key, 0) > layers:
-                    setattr(text, key, layers)
+            for key in keys:
+                setattr(text, key, layers)
             found.save_pretrained(place)
         except Exception as error:
             raise UserError(
@@ -164,13 +164,14 @@ def _shrunk(model: "ModelConfig", layers: int, place: Path) -> "ModelConfig":
     if values["model_type"] not in CONFIG_MAPPING:
         return model  # an error where it is built
     kind: Any = CONFIG_MAPPING[values["model_type"]]
-    key = kind.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    if values.get(key, getattr(kind(), key, 0)) <= layers:
+    keys = [kind.attribute_map.get("num_hidden_layers", "num_hidden_layers"), *_DECODERS_OWN]
+    made = kind(**{key: values[key] for key in keys if key in values})  # a decoder's may follow from the encoder's
+    shorter = {key: layers for key in keys if (getattr(made, key, None) or 0) > layers}
+    if not shorter:
         return model
     _say(f"{layers} layers of the model (--layers 0 for all)")
     types = {"layer_types": values["layer_types"][:layers]} if "layer_types" in values else {}
-    decoder = {own: layers for own in _DECODERS_OWN if values.get(own, getattr(kind(), own, None) or 0) > layers}
-    return model.model_copy(update={"config": {**values, key: layers, **types, **decoder}})
+    return model.model_copy(update={"config": {**values, **shorter, **types}})
 
 
 def _show(path: Path, as_json: bool) -> Exit:

@@ -25,7 +25,8 @@ from shardwise.policy.precision import short_dtype_name
 _FINE, _COARSE = (1e-4, 1e-3), (3e-2, 0.15)
 """Relative differences of losses and of gradients that are rounding; coarse if units compute or reduce in 16 bits."""
 _CUT = 10
-"""Times more of the losses' is rounding where layers or sequences are cut, because products are summed otherwise."""
+"""Times more of the losses' fine difference is rounding where layers or sequences are cut, because products are summed
+otherwise; what is coarse allows for that already."""
 _SMALL = 1e-2
 """Of all gradients' norm: a smaller gradient may be off by as much as one of this share."""
 _NORM = 0.05
@@ -90,7 +91,7 @@ class _Trained:
         self.loss_rounding, self.rounding = _COARSE if any("16" in name for name in kinds) else _FINE
         is_cut = subject.per_batch > 1
         if is_cut:
-            self.loss_rounding *= _CUT
+            self.loss_rounding = max(self.loss_rounding, _CUT * _FINE[0])
         self.options = [_plain(group) for group in self.optimizer.param_groups]
         """Of the optimizer's groups, before the first step."""
         self.before = _pieces(self.model)

@@ -24,6 +24,9 @@ def test_all_that_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "argv", ["shardwise", "init", "--lora=8"])
     said = mistake(ModuleNotFoundError("No module", name="datasets"))
     assert said == "the modules datasets, peft are missing; install them with: pip install 'shardwise[train,peft]'"
+    monkeypatch.setattr(sys, "argv", ["shardwise", "plan", "llama-3-8b", "--lora", "8"])  # plans without PEFT
+    said = mistake(ModuleNotFoundError("No module", name="datasets"))
+    assert said == "the module 'datasets' is missing; install it with: pip install 'shardwise[train]'"
 
 
 def test_another_missing_module_is_no_mistake() -> None:

@@ -1,12 +1,13 @@
 """Reports of made-up runs: what they say, and how a browser shows them."""
 
+import math
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from shardwise.cli.app import run
@@ -254,6 +255,44 @@ def test_a_picture_has_every_value_where_it_belongs() -> None:
     )
     ground = float(re.findall(r'<path d="M[\d.]+ ([\d.]+)L', picture(stacked))[0])
     assert [ground - y for y in upper] == pytest.approx([2 * (ground - y) for y in lower], abs=0.3)
+
+
+@given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6), st.booleans())
+@example(2.3451, 0.0004, False)
+@example(1.0, 0.003, True)
+@example(0.9, 12.0, True)
+@example(0.03, 4.0, True)
+@example(1e-6, 1e6, True)
+def test_ticks_have_different_numbers_that_lie_where_they_say(low: float, more: float, log: bool) -> None:
+    assume(more > 1e-5 * low)  # what six digits tell apart
+    shown = chart("a", "A", "", [trace([1, 2], [low, low + more])], log)
+    assert shown is not None
+    drawn = picture(shown)
+    ends = [float(place.split()[1]) for place in re.findall(r"[\d.]+ [\d.]+", drawn.split('class="line" d="')[1])[:2]]
+    told = re.findall(r'class="end" x="[\d.]+" y="([\d.]+)">([^<]+)<', drawn)
+    assert len({text for _, text in told}) == len(told) >= 2, told
+    scale = math.log10 if log else float
+    for y, text in told:
+        value = float(text.replace(",", ""))
+        share = (scale(value) - scale(low)) / (scale(low + more) - scale(low)) if value > 0 or not log else 0
+        assert float(y) - 4 == pytest.approx(ends[0] + share * (ends[1] - ends[0]), abs=0.3)
+
+
+def test_names_of_curves_stay_in_the_picture() -> None:
+    names = [
+        f"{run}, {what}"
+        for run in ("a-long-name-of-a-run", "another-name-of-a-run")
+        for what in ("training", "held out")
+    ]
+    shown = chart("a", "A", "", [trace([1, 2], [1.0, 2.0]) | {"name": name} for name in names])
+    assert shown is not None
+    drawn = picture(shown)
+    placed = re.findall(r'<text x="(\d+)" y="(\d+)">([^<]+)<', drawn)
+    assert [name for _, _, name in placed] == names
+    assert [y for _, y, _ in placed] == ["16", "16", "32", "32"]
+    assert all(float(x) + 6.5 * len(name) <= 560 for x, _, name in placed)
+    highest = min(float(y) for y in re.findall(r'class="grid" d="M[\d.]+ ([\d.]+)', drawn))
+    assert highest > 32  # below the names
 
 
 def test_the_table_of_memory_has_what_was_planned_and_what_the_fullest_rank_held(tmp_path: Path) -> None:

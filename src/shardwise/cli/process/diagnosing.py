@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import hub
-from shardwise.diagnosis.result import Diagnosis
+from shardwise.diagnosis.result import Check, Diagnosis, Status
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.plan.models.transformers_models import quiet_transformers
 from shardwise.train.build import compute_dtype
@@ -74,20 +74,25 @@ def run(request: Request) -> Diagnosis:
         status = None
         if ranks.is_first and sys.stderr.isatty():
             status = stack.enter_context(Console(stderr=True).status("starting"))
-        given = _small() if config is None else _of_config(config, request, ranks)
+        left_out: set[str] = set()
+        given = _small() if config is None else _of_config(config, request, ranks, left_out)
         found = sw.doctor(
             **{**given, "expected": [*given.get("expected", ()), *request.expected]},
             strategies=request.strategies,
             steps=request.steps,
             say=None if status is None else status.update,
         )
+        skipped = [Check("auxiliary loss", Status.SKIPPED, why) for why in left_out]
+        found = Diagnosis((*skipped, *found.checks))
         if ranks.is_first and request.out is not None:
             Path(request.out).write_text(json.dumps(found.to_dict()), encoding="utf-8")
     return found
 
 
-def _of_config(config: Config, request: Request, ranks: Ranks) -> dict[str, Any]:
-    """Return what `sw.doctor` is given for a configuration: what its training step would compute with."""
+def _of_config(config: Config, request: Request, ranks: Ranks, left_out: set[str]) -> dict[str, Any]:
+    """Return what `sw.doctor` is given for a configuration: what its training step would compute with.
+
+    left_out: filled with why the step computes without the auxiliary loss, if it does."""
     config = config.for_ranks(ranks.world_size)
     ranks.work(lambda: fetch(config, False, say=hub.say_nothing) if ranks.is_first else None)
     with ranks.together():
@@ -125,7 +130,7 @@ def _of_config(config: Config, request: Request, ranks: Ranks) -> dict[str, Any]
         "batch_fn": batch,
         "ranks_per_batch": ranks.per_batch,
         "build_optimizer": lambda model: build_optimizer(model, train),
-        "step": _step_of(config, build(), task.objective, ranks),
+        "step": _step_of(config, build(), task.objective, ranks, left_out),
         "shard": shard,
         "targets": lambda batch: sum(one["targets"] for one in batch),
         "expected": ["trainable parameters:*", "casts:*"]  # adapters compute in the base's dtype
@@ -145,11 +150,13 @@ def _without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def _step_of(config: Config, model: nn.Module, objective: Objective, ranks: Ranks) -> Callable[..., dict[str, Any]]:
+def _step_of(
+    config: Config, model: nn.Module, objective: Objective, ranks: Ranks, left_out: set[str]
+) -> Callable[..., dict[str, Any]]:
     """Return the trainer's step, without what it measures. With the whole model every rank takes its whole batch; of a
     sharded one over `parallel.cp`, its slice.
 
-    model: like those that are trained."""
+    model: like those that are trained. left_out: as for `_of_config`."""
     of_whole = LossFunction(model, objective)
     of_slices = of_whole if ranks.slices == 1 else LossFunction(model, NextToken(shifted=True))
 
@@ -164,6 +171,9 @@ def _step_of(config: Config, model: nn.Module, objective: Objective, ranks: Rank
         nll = 0.0
         for batch in batches:
             loss = (of_whole if is_whole else of_slices)(model, batch)
+            if ranks.slices > 1 and loss.auxiliary is not None:  # a product of means over tokens, so no mean of slices'
+                left_out.add(f"parallel.cp={ranks.slices}: slices balance experts otherwise than whole sequences do")
+                loss = loss._replace(auxiliary=None)
             weights.scale(loss).backward()
             nll += counts * float(loss.nll_sum.detach())
         norm = sw.clip_grad_norm_(model, config.train.clip or math.inf)

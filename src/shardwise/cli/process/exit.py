@@ -49,7 +49,7 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
     that nobody installs one after another; None for modules of no extra."""
     module = (error.name or "").partition(".")[0]
     extras = [extra for extra, modules in _EXTRAS.items() if module in modules]
-    if extras and any(word.partition("=")[0] == "--lora" for word in sys.argv):
+    if extras and sys.argv[1:2] == ["init"] and any(word.partition("=")[0] == "--lora" for word in sys.argv):
         extras.append("peft")
     missing = {
         name: extra

@@ -12,6 +12,10 @@ _WIDTH, _HEIGHT = 560, 272
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 534, 26, 236
 """The picture, and the box in it that axes enclose."""
 _TICKS = 5
+_DECADES = 2
+"""A logarithmic axis shorter than this has ticks between powers of ten."""
+_LETTER, _LINE = 6.5, 16
+"""A letter's width and a line's height."""
 
 Points = list[tuple[float, float | None]]
 
@@ -39,13 +43,18 @@ class _Axis(NamedTuple):
 
     def ticks(self) -> Iterator[tuple[float, str]]:
         """Yield places of round values, and these as text."""
-        step = 10.0 ** math.floor(math.log10((self.high - self.low) / _TICKS))
-        step *= next(times for times in (1, 2, 5, 10) if (self.high - self.low) / (times * step) <= _TICKS)
-        if self.is_log:
-            step = max(1.0, round(step)) if self.high - self.low >= 1 else step
-        for number in range(math.ceil(self.low / step), math.floor(self.high / step) + 1):
-            value = number * step
-            yield self.at(value), f"{10**value:.3g}" if self.is_log else _number(value, step)
+        if not self.is_log:
+            yield from ((self.at(value), text) for value, text in _round_values(self.low, self.high))
+        elif self.high - self.low >= _DECADES:
+            for value, _ in _round_values(self.low, self.high, least=1):
+                yield self.at(value), f"{10**value:.3g}"
+        else:
+            low, high = 10**self.low, 10**self.high
+            powers = range(math.floor(self.low), math.ceil(self.high))
+            values = [times * 10.0**power for power in powers for times in (1, 2, 5)]
+            found = [(value, f"{value:.3g}") for value in values if low <= value <= high]
+            for value, text in found if len(found) > 2 else _round_values(low, high):
+                yield self.at(math.log10(value)), text
 
 
 def picture(chart: Mapping[str, Any]) -> str:
@@ -60,12 +69,15 @@ def picture(chart: Mapping[str, Any]) -> str:
     if not flat:
         return ""
     across = _Axis.over([x for x, _ in flat], _LEFT, _RIGHT)
-    up = _Axis.over([y for _, y in flat] + [0.0] * stacks, _BOTTOM, _TOP, is_log)
+    names = _names(traces) if len(traces) > 1 and not stacks else []
+    top = max([_TOP, *(y + 10 for _, y, _ in names)])
+    up = _Axis.over([y for _, y in flat] + [0.0] * stacks, _BOTTOM, top, is_log)
     parts = [*_axes(across, up, layout)]
     for trace, points in reversed([*zip(traces, drawn, strict=True)]) if stacks else zip(traces, drawn, strict=True):
         parts += _curve(trace, points, across, up)
-    if len(traces) > 1 and not stacks:
-        parts += _names(traces)
+    for x, y, trace in names:
+        parts.append(f'<path class="line" d="M{x:.0f} {y - 4}h16" stroke="{trace["line"]["color"]}" stroke-width="2"/>')
+        parts.append(f'<text x="{x + 20:.0f}" y="{y}">{escape(trace["name"])}</text>')
     body = "".join(parts)
     title = escape(chart["title"])
     return f'<svg class="still" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">{body}</svg>'
@@ -94,11 +106,11 @@ def _axes(across: _Axis, up: _Axis, layout: Mapping[str, Any]) -> Iterator[str]:
         yield f'<path class="grid" d="M{_LEFT} {y:.1f}H{_RIGHT}"/>'
         yield f'<text class="end" x="{_LEFT - 6}" y="{y + 4:.1f}">{text}</text>'
     for x, text in across.ticks():
-        yield f'<path class="grid" d="M{x:.1f} {_TOP}V{_BOTTOM}"/>'
+        yield f'<path class="grid" d="M{x:.1f} {up.end}V{_BOTTOM}"/>'
         yield f'<text class="mid" x="{x:.1f}" y="{_BOTTOM + 16}">{text}</text>'
     below = escape(layout["xaxis"]["title"]["text"])
     yield f'<text class="mid" x="{(_LEFT + _RIGHT) / 2}" y="{_HEIGHT - 4}">{below}</text>'
-    turned = f"translate(11 {(_TOP + _BOTTOM) / 2}) rotate(-90)"
+    turned = f"translate(11 {(up.end + _BOTTOM) / 2}) rotate(-90)"
     yield f'<text class="mid" transform="{turned}">{escape(layout["yaxis"]["title"]["text"])}</text>'
 
 
@@ -123,16 +135,30 @@ def _curve(trace: Mapping[str, Any], points: Points, across: _Axis, up: _Axis) -
                 yield f'<circle cx="{across.at(x):.1f}" cy="{up.at(y):.1f}" r="3" fill="{line["color"]}"/>'
 
 
-def _names(traces: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    x = float(_LEFT)
+def _names(traces: Sequence[Mapping[str, Any]]) -> list[tuple[float, int, Mapping[str, Any]]]:
+    """Return where the name of each curve begins (x, y), in as many lines as the picture's width needs."""
+    placed, x, y = [], float(_LEFT), _LINE
     for trace in traces:
-        yield f'<path class="line" d="M{x:.0f} 12h16" stroke="{trace["line"]["color"]}" stroke-width="2"/>'
-        yield f'<text x="{x + 20:.0f}" y="16">{escape(trace["name"])}</text>'
-        x += 34 + 6.5 * len(trace["name"])
+        width = 20 + _LETTER * len(trace["name"])
+        if x > _LEFT and x + width > _WIDTH:
+            x, y = float(_LEFT), y + _LINE
+        placed.append((x, y, trace))
+        x += width + 14
+    return placed
+
+
+def _round_values(low: float, high: float, least: float = 0.0) -> list[tuple[float, str]]:
+    """Return round values from low to high, `least` apart or more, and each as text."""
+    step = 10.0 ** math.floor(math.log10((high - low) / _TICKS))
+    step *= next(times for times in (1, 2, 5, 10) if (high - low) / (times * step) <= _TICKS)
+    step = max(step, least)
+    numbers = range(math.ceil(low / step), math.floor(high / step) + 1)
+    return [(number * step, _number(number * step, step)) for number in numbers]
 
 
 def _number(value: float, step: float) -> str:
     """Return a value as text, as exact as the steps between ticks are."""
-    if value and not 1e-3 <= abs(step) < 1e5:
-        return f"{value:.3g}"
-    return f"{value:,.{max(0, -math.floor(math.log10(step)))}f}"
+    exact = math.floor(math.log10(step) + 1e-9)  # the power of ten of the step, which may be 0.999... of one
+    if value and not 1e-3 <= step < 1e5:
+        return f"{value:.{max(3, math.floor(math.log10(abs(value)) + 1e-9) - exact + 1)}g}"
+    return f"{value:,.{max(0, -exact)}f}"
