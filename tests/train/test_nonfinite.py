@@ -356,9 +356,10 @@ def test_a_run_that_is_killed_as_it_goes_back_resumes_without_the_data(
     go_back_here(folder, "whole")
     save = trainer.Trainer._save
 
-    def kill(self: trainer.Trainer, *args: Any, overwrite: bool = False, **kwargs: Any) -> None:
+    def kill(self: trainer.Trainer, how: Any, *args: Any, **kwargs: Any) -> None:
+        overwrite = isinstance(how, partial)
         if not overwrite or killed == "after the save":
-            save(self, *args, overwrite=overwrite, **kwargs)
+            save(self, how, *args, **kwargs)
         if overwrite:
             raise MemoryError("killed")
 
