@@ -550,7 +550,7 @@ def test_each_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     torch.save({"w": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     torch.save({"w": torch.ones(3), "args": argparse.Namespace(lr=1)}, tmp_path / "args.pt")
     cases: list[tuple[tuple[object, ...], str]] = [
-        ((tmp_path / "nothing", own), "does not exist"),
+        ((tmp_path / "nothing", own), "no such checkpoint"),
         ((tmp_path / "empty", own), "is not a checkpoint"),
         ((tmp_path / "c.partial", own), "was left by an unfinished save"),
         ((tmp_path / "unfinished", own), "left by an unfinished DCP save"),

@@ -107,7 +107,7 @@ def test_a_rank_may_see_its_own_gpu_alone() -> None:
 
 
 def test_an_adapter_needs_peft(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "peft" else object())
     check(load(room / "tiny.toml"), 0)
     with pytest.raises(
         ConfigError, match=r"^lora\.r=4 needs PEFT, which is not installed: pip install 'shardwise\[peft\]'$"
