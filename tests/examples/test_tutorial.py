@@ -15,6 +15,8 @@ def test_the_page_shows_the_scripts() -> None:
     plain, bigger = (block.text for block in blocks("docs/tutorial.md", "python")[:2])
     assert (EXAMPLES / "tutorial/plain.py").read_text(encoding="utf-8").endswith(f'"""\n\n{plain}')
     assert bigger in (EXAMPLES / "tutorial/bigger.py").read_text(encoding="utf-8")
+    answer = blocks("docs/tutorial.md", "python")[-1].text
+    assert (EXAMPLES / "tutorial/answer.py").read_text(encoding="utf-8").endswith(f'"""\n\n{answer}')
 
 
 @pytest.mark.slow
@@ -50,5 +52,5 @@ def test_this_file_and_that_of_the_integrations_run_every_step() -> None:
     run += (ROOT / "tests/integrations/test_tutorial.py").read_text(encoding="utf-8")
     page = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
     headings = [line[3:] for line in page.splitlines() if line.startswith("## ")]
-    assert len(headings) == 7
+    assert len(headings) == 8
     assert [heading for heading in headings if f'"{heading}"' not in run] == []

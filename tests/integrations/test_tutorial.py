@@ -1,16 +1,13 @@
-"""Steps 5 and 7 of docs/tutorial.md, on the checkpoint of step 4: the model answers, and so does its exported graph."""
+"""Steps 5, 7 and 8 of docs/tutorial.md, on step 4's checkpoint: the model answers, and so does its exported graph."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.documents import blocks
 from tests.examples.rig import assert_runs_as_shown
-from tools.run_examples import environment, furnish, write_files_of_the_tutorial
+from tools.run_examples import furnish, write_files_of_the_tutorial
 
 pytest.importorskip("onnxruntime")
 
@@ -37,9 +34,12 @@ def test_it_learns_to_answer(room: Path) -> None:
 
 
 def test_the_exported_model_answers(room: Path) -> None:
-    assert assert_runs_as_shown(room, "7. Export")[-1].startswith("verified")
-    script = blocks("docs/tutorial.md", "python")[-1].text
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=room, env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.strip() == "Oslo.", done.stderr
+    assert assert_runs_as_shown(room, "7. Export")[-1] == "Oslo."
+
+
+def test_an_adapter_learns_to_answer_what_no_row_asks_and_so_does_its_graph(room: Path) -> None:
+    pytest.importorskip("peft")
+    lines = assert_runs_as_shown(room, "8. Your own rows", guessed="shardwise generate runs/capitals ")
+    assert lines.count("Tokyo.") == 2  # of the adapter, and of the graph; the model without it said something else
+    assert lines[-1] == "Tokyo."
+    assert "Please name the capital of Japan" not in (room / "asked.jsonl").read_text(encoding="utf-8")
