@@ -88,7 +88,7 @@ class SavedTensors:
         self._places: list[Place] = []
         """Calls under way, outermost first."""
         self._plain: Hooks = (self._pack, self._unpack)
-        self._activating: Place | None = None
+        self._activated_for: Place | None = None
         """The call for which the hooks were activated; None while they are not active."""
 
     @property
@@ -102,16 +102,16 @@ class SavedTensors:
 
     def activate(self) -> None:
         """Activate the hooks for the innermost call, unless they are active."""
-        if self._activating is None:
+        if self._activated_for is None:
             _autograd._push_saved_tensors_default_hooks(*self._plain)
-            self._activating = self._places[-1]
+            self._activated_for = self._places[-1]
 
     def leave(self) -> Place:
         """End the innermost call and return it. Deactivate the hooks if they were activated for it."""
         place = self._places.pop()
-        if self._activating is place:
+        if self._activated_for is place:
             _autograd._pop_saved_tensors_default_hooks()
-            self._activating = None
+            self._activated_for = None
         return place
 
     def _pack(self, tensor: Tensor) -> object:

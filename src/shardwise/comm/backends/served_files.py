@@ -15,11 +15,13 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.comm.backends.tree_channel import LOOPBACK, own_addresses
+from shardwise.comm.backends.tree_channel import listening_socket, reachable
 
 _TOKEN_BYTES = 16
 _CONNECT_S = 5.0
 """Seconds for connecting to one address."""
+_BACKLOG = 128
+"""Ranks that may connect at a time."""
 _REQUEST, _ANSWER = struct.Struct("<qqH"), struct.Struct("<q")
 
 
@@ -37,11 +39,7 @@ class FileServer:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        hosts = own_addresses()
-        is_local = hosts[0] in (LOOPBACK, "::1")  # as for `TreeChannel`
-        dual = socket.has_dualstack_ipv6() and not is_local
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        self._listener = socket.create_server((LOOPBACK if is_local else "", 0), family=family, dualstack_ipv6=dual)
+        self._listener, hosts = listening_socket(_BACKLOG)
         self.address = Address(secrets.token_bytes(_TOKEN_BYTES), self._listener.getsockname()[1], hosts)
         threading.Thread(target=self._accept, name="shardwise-files", daemon=True).start()
 
@@ -128,9 +126,8 @@ class ServedFile:
 
 
 def _connected(address: Address, timeout_s: float) -> socket.socket:
-    hosts = [*([LOOPBACK] if address.hosts[-1] == socket.gethostname() else []), *address.hosts]
     problems = []
-    for host in hosts:
+    for host in reachable(address.hosts):
         try:
             connection = socket.create_connection((host, address.port), timeout=min(_CONNECT_S, timeout_s))
         except OSError as error:

@@ -32,7 +32,7 @@ from shardwise.fsdp.collectives import Combine
 _TOKEN_BYTES = 16
 _CONNECT_S = 5.0
 """Timeout in seconds for connecting to one address of a parent."""
-LOOPBACK = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 _FRAME = struct.Struct("<Bqqq")
 
 
@@ -225,19 +225,29 @@ def _listening(store: Store, rank: int, wanted: bool) -> Iterator[tuple[socket.s
     if not wanted:
         yield None, token
         return
-    addresses = own_addresses()
-    is_local = addresses[0] in (LOOPBACK, "::1")  # all ranks are on this host, and nobody else is to reach them
-    dual = socket.has_dualstack_ipv6() and not is_local
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    with socket.create_server(
-        (LOOPBACK if is_local else "", 0), family=family, backlog=CHILDREN, dualstack_ipv6=dual
-    ) as listener:
+    listener, addresses = listening_socket(CHILDREN)
+    with listener:
         where = "\n".join([token.hex(), str(listener.getsockname()[1]), *addresses])
         store.set(f"channel/{rank}", where)
         yield listener, token
 
 
-def own_addresses() -> list[str]:
+def listening_socket(backlog: int) -> tuple[socket.socket, list[str]]:
+    """Return a socket that listens for the other ranks, and the addresses at which they may reach it."""
+    addresses = _own_addresses()
+    is_local = addresses[0] in (_LOOPBACK, "::1")  # all ranks are on this host, and nobody else is to reach them
+    dual = socket.has_dualstack_ipv6() and not is_local
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    where = (_LOOPBACK if is_local else "", 0)
+    return socket.create_server(where, family=family, backlog=backlog, dualstack_ipv6=dual), addresses
+
+
+def reachable(addresses: list[str]) -> list[str]:
+    """Return the addresses of a host in the order in which to try them."""
+    return [_LOOPBACK, *addresses] if addresses[-1] == socket.gethostname() else addresses
+
+
+def _own_addresses() -> list[str]:
     """Return addresses by which other hosts may reach this one, the likeliest first. The last is the host's name, by
     which a process on the same host recognises it."""
     found = []
@@ -253,10 +263,8 @@ def own_addresses() -> list[str]:
 
 def _connect(store: Store, rank: int, parent: int, timeout_s: float) -> _Peer:
     token, port, *hosts = store.get(f"channel/{parent}").decode().split("\n")
-    if hosts[-1] == socket.gethostname():
-        hosts.insert(0, LOOPBACK)
     problems = []
-    for host in hosts:
+    for host in reachable(hosts):
         try:
             connection = socket.create_connection((host, int(port)), timeout=min(_CONNECT_S, timeout_s))
         except OSError as error:
