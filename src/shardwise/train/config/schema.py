@@ -599,7 +599,7 @@ class Config(Section):
         back, kept = self.train.roll_back, self.checkpoint
         if back and not kept.every:
             raise ValueError(f"train.roll_back = {back} goes back to a checkpoint: set checkpoint.every")
-        if back > (most := kept.every * (kept.keep - 1) + 1) and back:
+        if back > (most := kept.every * (kept.keep - 1) + 1):
             raise ValueError(
                 f"train.roll_back = {back}: of the {kept.keep} newest checkpoints, one every {kept.every} steps, the "
                 f"oldest may be {most} steps old; raise checkpoint.keep or checkpoint.every, or lower roll_back"
