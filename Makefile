@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -c constraints.txt
 # Some images set it. Every rank and every command would then compile the package anew: a second of processor time each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-integrations setup-docs train check test test-slow test-integrations test-torch site gpu test-gpu audit lint clean
+.PHONY: setup setup-integrations setup-docs train check test test-slow test-exhaustive test-integrations test-torch site gpu test-gpu audit lint clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,8 @@ train: $(RUN_STAMP)
 # Three files of tests at a time, the longest first, each with ranks of its own: tests wait for ranks as much as they work.
 # Plain pytest runs one. A process of tests that dies ends them all: pytest-xdist 3.8 replaces it and may then wait for ever
 # (its issues 1323, 1327 and 1378).
+# Compiled once, not by every process of every test.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 WHOLE := $(PYTEST) -n 3 --durations 25 --ignore tests/integrations
 
@@ -50,14 +52,18 @@ WHOLE := $(PYTEST) -n 3 --durations 25 --ignore tests/integrations
 WITHOUT_RANKS := $(addprefix tests/,layout policy comm files sharded engine modules optim test_layers.py test_first_reading.py)
 
 check: setup
-	$(PYTEST) -n 2 -m "not slow and not ranks" $(WITHOUT_RANKS)
+	$(PYTEST) -n 2 -m "not slow and not ranks and not exhaustive" $(WITHOUT_RANKS)
 
 test: setup
-	$(WHOLE) -m "not slow"
+	$(WHOLE) -m "not slow and not exhaustive"
 
 # Those that take more than ten seconds each: runs that are killed again and again, scripts of benchmarks, whole searches.
 test-slow: setup
-	$(WHOLE) -m slow
+	$(WHOLE) -m "slow and not exhaustive"
+
+# The rest of the grids of which those above take each value once: places of offload by programs, architectures by strategies.
+test-exhaustive: setup
+	$(WHOLE) -m exhaustive
 
 # Beside the libraries that people bring, which it installs.
 test-integrations: setup-integrations
@@ -95,7 +101,7 @@ test-torch:
 	@.venv-torch-$(TORCH)/bin/python -m pip install --quiet torch==$(TORCH)
 	@grep -v '^torch==' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
 	@.venv-torch-$(TORCH)/bin/python -m pip install --quiet -c .venv-torch-$(TORCH)/constraints.txt torch==$(TORCH) -e '.[train,dev]'
-	.venv-torch-$(TORCH)/bin/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not slow" $(TESTS)
+	.venv-torch-$(TORCH)/bin/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not slow and not exhaustive" $(TESTS)
 
 # What one accelerator can tell, in nine minutes at most: with $(PYTHON) if its torch sees one, or has torch where there is
 # no virtual environment, else with that, made first if need be. `make gpu ARGS='--only parity'`

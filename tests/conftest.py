@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import time
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,9 +54,37 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {TESTS / name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(LONGEST)))
+    grids: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
+        if isinstance(item, pytest.Function) and "ranks" in item.fixturenames:
             item.add_marker("ranks")
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cells in grids.values():
+        if len(cells) > WHOLE:
+            for item in _spare(cells):
+                item.add_marker("exhaustive")
+
+
+WHOLE = 8
+"""Grids of up to so many cells are always run whole. Of larger ones that need ranks the usual run takes enough cells for
+each value of each parameter to be in one of them; `make test-exhaustive` has the others."""
+
+
+def _spare(cells: list[pytest.Function]) -> list[pytest.Function]:
+    seen: set[tuple[str, str]] = set()
+    spare = []
+    for cell in sorted(cells, key=lambda cell: zlib.crc32(cell.name.encode())):  # mixed, the same every time
+        values = {(name, repr(value)) for name, value in cell.callspec.params.items()}
+        if values <= seen:
+            spare.append(cell)
+        seen |= values
+    return spare
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    if time.time() > float(os.environ.get("TESTS_END_AT", "inf")):  # seconds since 1970
+        pytest.skip("there was no time left for it (TESTS_END_AT)")
 
 
 @pytest.fixture(scope="session")

@@ -127,6 +127,7 @@ def test_a_run_comes_to_its_end(command: tuple[str, ...]) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("failure", "first", "last"),
     [

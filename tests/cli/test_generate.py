@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -13,8 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
+from shardwise import accelerators, device_tools
 from shardwise.cli.app import run
+from shardwise.cli.generate import _number_of_ranks
+from shardwise.errors import UserError
 from tests.generation.rig import save_llama
 
 GREEDY = ("--no-do-sample", "--max-new-tokens", "6")
@@ -136,6 +142,51 @@ def test_prompts_in_the_terminal(model: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == f"> ab\n{completion}\n\n" * 2
     assert run(["generate", str(model), "--prompt", "ab", *GREEDY, "--num-beams", "2"]) == 0
     assert capsys.readouterr().out
+
+
+def test_an_answer_appears_while_it_is_computed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = transformers.LlamaForCausalLM.forward
+    passes: list[int] = []
+
+    @functools.wraps(forward)  # its signature is looked at
+    def counted(*given: Any, **named: Any) -> Any:
+        passes.append(1)
+        return forward(*given, **named)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", counted)
+    shown: list[tuple[int, str]] = []
+
+    class Terminal(io.StringIO):
+        def write(self, text: str) -> int:
+            shown.append((len(passes), text))
+            return super().write(text)
+
+    (space,) = transformers.AutoTokenizer.from_pretrained(model).encode(" ", add_special_tokens=False)
+    spaces = f"sequence_bias=[[[{space}], 5.0]]"  # a word is shown when it has ended
+    sampled = ("--prompt", "ab", "--temperature", "2.0", "--seed", "1", "--max-new-tokens", "50", "--set", spaces)
+    assert run(["generate", str(model), *sampled, "--out", "o.jsonl"]) == 0
+    passes.clear()
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert run(["generate", str(model), *sampled]) == 0
+    assert "".join(text for _, text in shown) == f"{rows('o.jsonl')[0]['completion']}\n"
+    when = [number for number, text in shown if text.strip()]
+    assert when[0] < len(passes) / 2
+    assert len(set(when)) > 2
+
+
+def test_how_many_ranks_share_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One where the weights fit in 0.8 of a device's memory, else all devices."""
+    monkeypatch.setattr(accelerators, "accelerator", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(device_tools, "total_bytes", lambda device: 100)
+    assert [_number_of_ranks(None, size, 4) for size in (80, 81, 320)] == [1, 4, 4]
+    assert _number_of_ranks(2, 160, 4) == 2
+    assert [_number_of_ranks(asked, 10**12, 0) for asked in (None, 3)] == [1, 3]
+    with pytest.raises(UserError, match="--ranks 5: this machine has 4 devices"):
+        _number_of_ranks(5, 10, 4)
+    with pytest.raises(UserError, match=r"4 devices of this machine have room for .*: start it with torchrun"):
+        _number_of_ranks(None, 321, 4)
+    with pytest.raises(UserError, match="2 devices of this machine have room"):
+        _number_of_ranks(2, 161, 4)
 
 
 def test_conversations_in_a_file(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ def test_an_interrupted_run_is_saved_and_goes_on_bit_exactly(start: Start, ranks
     assert losses("tiny") == losses("whole")
 
 
+@pytest.mark.slow
 def test_a_run_whose_terminal_is_closed_is_saved(start: Start) -> None:
     reading, writing = pty.openpty()
     process = start("-c", LAUNCHER, "train", "tiny.toml", "checkpoint.every=1000", output=writing)

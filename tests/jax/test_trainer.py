@@ -82,6 +82,7 @@ def interrupted_after(steps: int, *overrides: str) -> None:
         train(*overrides)
 
 
+@pytest.mark.slow
 def test_the_torch_engine_trains_alike(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     import torch
@@ -215,6 +216,7 @@ def test_an_environment_that_cannot_be(
         train()
 
 
+@pytest.mark.slow
 def test_a_factory_hybrid_and_recomputation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "mine.py").write_text(
         "from shardwise.jax import models\n"
@@ -257,6 +259,7 @@ def test_a_factory_with_dropout_begins_with_weights(folder: Path, monkeypatch: p
     assert losses_of("tiny") == pytest.approx([np.log(320)])
 
 
+@pytest.mark.slow
 def test_the_command_without_torch(folder: Path) -> None:
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     program = (

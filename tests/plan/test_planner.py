@@ -66,6 +66,7 @@ def test_an_error_in_a_process_is_the_callers(tmp_path: Path, monkeypatch: pytes
             explore(Question("choosy:Choosy", ARGUMENTS, workers=workers))
 
 
+@pytest.mark.slow
 def test_a_budget_and_the_two_questions() -> None:
     whole = sw.plan.forecast(LLAMA, gpus_per_node=2, seq_len=64, micro_batch=4)
     needs = whole.reserved_memory_bytes + whole.context_bytes + whole.nccl_bytes

@@ -24,12 +24,14 @@ from tests.programs.shrinking import smaller_ones
 if TYPE_CHECKING:
     from tests.ranks import RankPools
 
-GROUPS, OF_GROUP = 8, 25
+USUAL, GROUPS, OF_GROUP = 3, 8, 25
 
 programs = st.builds(draw, st.randoms(use_true_random=False), tensor=st.booleans())
 
 
-@pytest.mark.parametrize("group", range(GROUPS))
+@pytest.mark.parametrize(
+    "group", [*range(USUAL), *(pytest.param(group, marks=pytest.mark.exhaustive) for group in range(USUAL, GROUPS))]
+)
 def test_random_programs_match(ranks: RankPools, group: int) -> None:
     _match(ranks, range(OF_GROUP * group, OF_GROUP * (group + 1)))
 

@@ -106,6 +106,7 @@ def test_no_power_loss_takes_a_committed_checkpoint(ranks: RankPools, tmp_path: 
     assert _lost(log, tmp_path / "disk") == []
 
 
+@pytest.mark.slow
 def test_nor_one_whose_pages_went_past_the_page_cache(ranks: RankPools, tmp_path: Path) -> None:
     """A disk has a cache of its own: such pages need the fsync as well."""
     log = _logged(ranks, tmp_path / "run", wide=True)

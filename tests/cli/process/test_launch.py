@@ -42,6 +42,7 @@ def test_a_failing_rank_ends_all_and_is_shown(start: Start, failure: str, words:
     assert "rank 0" not in ended.err
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_failure(start: Start, tmp_path: Path) -> None:
     scenario = f"""
 open(r"{tmp_path}/rank-" + str(rank), "w").write(str(os.getpid()))
@@ -56,6 +57,7 @@ time.sleep(600)
         os.kill(int((tmp_path / "rank-0").read_text()), 0)
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_its_launcher(start: Start, tmp_path: Path) -> None:
     """A rank that did would go on saving at the same time as the ranks of the next start."""
     scenario = f"""
@@ -80,6 +82,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_without_an_error_is_named(start: Start) -> None:
     """Its peers only see that it is gone, and only for a moment how."""
     scenario = """
@@ -94,6 +97,7 @@ raise CollectiveTimeout("barrier on rank 0: the process of rank 1 is gone.")
     assert ended.err.endswith("error: rank 1 exited with status 0 before the others had finished\n")
 
 
+@pytest.mark.slow
 def test_the_cause_is_shown_and_not_what_its_peers_say(start: Start) -> None:
     """Rank 0 ends first, because rank 1 has already closed its connections and is slow to end."""
     scenario = """
@@ -112,6 +116,7 @@ raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [
     assert "gloo" not in ended.err
 
 
+@pytest.mark.slow
 def test_what_one_rank_fails_at_is_no_mistake_of_its_peers(start: Start) -> None:
     """Rank 1 learns that rank 0 failed and ends first. Its PeerError, a UserError, must not be shown as a mistake."""
     scenario = """
@@ -136,6 +141,7 @@ def test_a_mistake_that_every_rank_finds_is_one_line(start: Start) -> None:
     assert (ended.status, ended.err) == (2, "error: no such tokenizer\n")
 
 
+@pytest.mark.slow
 def test_ranks_with_different_models_are_one_line(start: Start) -> None:
     scenario = "from shardwise import errors\nraise errors.DifferentModelsError(f'as rank {rank} sees it')"
     ended = start("train", "run.toml", scenario=scenario).end()
@@ -143,6 +149,7 @@ def test_ranks_with_different_models_are_one_line(start: Start) -> None:
     assert ended.err in {f"error: as rank {rank} sees it\n" for rank in (0, 1)}
 
 
+@pytest.mark.slow
 def test_debug_adds_the_traceback_of_a_mistake(start: Start) -> None:
     ended = start("train", "run.toml", "--debug", scenario="raise ConfigError('no such tokenizer')").end()
     assert ended.status == 2
@@ -150,6 +157,7 @@ def test_debug_adds_the_traceback_of_a_mistake(start: Start) -> None:
     assert ended.err.count("Traceback") == 1
 
 
+@pytest.mark.slow
 def test_a_missing_extra_is_one_line(start: Start) -> None:
     missing = "raise ModuleNotFoundError('No module', name='transformers.models')"
     ended = start("train", "run.toml", scenario=missing).end()
@@ -157,6 +165,7 @@ def test_a_missing_extra_is_one_line(start: Start) -> None:
     assert (ended.status, ended.err) == (2, line)
 
 
+@pytest.mark.slow
 def test_another_missing_module_is_no_mistake(start: Start) -> None:
     ended = start("train", "run.toml", scenario="raise ModuleNotFoundError('No module', name='shardwise.x')").end()
     assert ended.status == 1
@@ -193,6 +202,7 @@ def test_an_interrupt_lets_every_rank_save(start: Start, tmp_path: Path) -> None
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
 
 
+@pytest.mark.slow
 def test_a_hangup_lets_every_rank_save(start: Start, tmp_path: Path) -> None:
     """Also if the signal is sent several times."""
     command = _start_and_wait(start, SAVES_ON_INTERRUPT)
@@ -204,6 +214,7 @@ def test_a_hangup_lets_every_rank_save(start: Start, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
 
 
+@pytest.mark.slow
 def test_a_hangup_that_was_ignored_stays_so(start: Start) -> None:
     """`nohup` starts a program with SIGHUP ignored."""
     waits = "os.write(1, b'training\\n'); time.sleep(1.5); assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN"
@@ -213,6 +224,7 @@ def test_a_hangup_that_was_ignored_stays_so(start: Start) -> None:
     assert (ended.status, ended.err) == (0, "")
 
 
+@pytest.mark.slow
 def test_ranks_save_though_nobody_reads_what_is_said(start: Start, tmp_path: Path) -> None:
     """In `shardwise train ... 2>&1 | tee log`, Ctrl-C also ends tee, which reads standard error."""
     command = _start_and_wait(start, SAVES_ON_INTERRUPT)
@@ -223,6 +235,7 @@ def test_ranks_save_though_nobody_reads_what_is_said(start: Start, tmp_path: Pat
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_does_not_wait(start: Start) -> None:
     deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); print('training', flush=True); time.sleep(600)"
     command = _start_and_wait(start, deaf)

@@ -63,6 +63,7 @@ def test_a_cost_where_there_is_a_price(tmp_path: Path) -> None:
     assert own.per_device_hour == 1, "what is asked for goes before what the file says"
 
 
+@pytest.mark.slow
 def test_the_device_decides_what_fits() -> None:
     usable = small().usable_bytes
     assert not small(context_bytes=usable).fits
@@ -75,6 +76,7 @@ def test_the_device_decides_what_fits() -> None:
     assert on_cpu.reserved_memory_bytes == on_cpu.peak_memory_bytes
 
 
+@pytest.mark.slow
 def test_losses() -> None:
     """fp32 logits, their log-softmax and its gradient; logits and their gradient in bf16; those of some tokens."""
     wide = {**LLAMA, "vocab_size": 16384}
