@@ -43,8 +43,6 @@ train: $(RUN_STAMP)
 # Three files of tests at a time, the longest first, each with ranks of its own: tests wait for ranks as much as they work.
 # Plain pytest runs one. A process of tests that dies ends them all: pytest-xdist 3.8 replaces it and may then wait for ever
 # (its issues 1323, 1327 and 1378).
-# Compiled once, not by every process of every test.
-unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 WHOLE := $(PYTEST) -n 3 --durations 25 --ignore tests/integrations
 

@@ -66,8 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 WHOLE = 8
-"""Grids of up to so many cells are always run whole. Of larger ones that need ranks the usual run takes enough cells for
-each value of each parameter to be in one of them; `make test-exhaustive` has the others."""
+"""Grids of up to so many cells are always run whole. Of larger ones that need ranks the usual run takes enough cells
+for each value of each parameter to be in one of them; `make test-exhaustive` has the others."""
 
 
 def _spare(cells: list[pytest.Function]) -> list[pytest.Function]:
