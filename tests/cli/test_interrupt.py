@@ -44,6 +44,7 @@ def saved_where_it_ended() -> int:
     return step
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_saved_and_goes_on_bit_exactly(start: Start, ranks: RankPools) -> None:
     process = start("-c", LAUNCHER, "train", "tiny.toml", "checkpoint.every=1000")
     process.send_signal(signal.SIGINT)

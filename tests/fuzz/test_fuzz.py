@@ -14,6 +14,7 @@ from tests.fuzz.fuzz import MOST_BYTES, limited, outcome
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_damaged_files_end_in_typed_errors() -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     command = [sys.executable, "-m", "tests.fuzz.fuzz", "--inputs", "1500", "--seed", "1"]

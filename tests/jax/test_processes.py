@@ -76,6 +76,7 @@ def _ended(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(pair: tuple[Path, list[dict[str, Any]]]) -> None:
     first, second = pair[1]
     assert first["losses"] == second["losses"]

@@ -93,6 +93,7 @@ def test_sharding_loads_no_other_engine() -> None:
     assert loaded.isdisjoint({"torch.distributed.fsdp", "torch.distributed.tensor"})
 
 
+@pytest.mark.slow
 def test_importing_every_module_changes_nothing() -> None:
     run(IMPORTS)
 
