@@ -8,7 +8,7 @@ import tempfile
 import time
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -47,6 +47,8 @@ LONGEST = (
     "plan/dry_run/test_step.py",
     "plan/test_planner.py",
     "cli/test_plan.py",
+    "plan/search/test_advice.py",
+    "plan/search/test_sweeps.py",
 )
 """Files that take a minute or more. They run first, so that no test process starts one at the end while others idle."""
 
@@ -54,11 +56,13 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {TESTS / name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(LONGEST)))
-    grids: dict[str, list[pytest.Function]] = {}
+    grids: dict[str, list[Any]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and "ranks" in item.fixturenames:
+        if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")
-            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        elif TESTS / "plan" not in item.path.parents:
+            continue
+        grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cells in grids.values():
         if len(cells) > WHOLE:
             for item in _spare(cells):
@@ -66,11 +70,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 WHOLE = 8
-"""Grids of up to so many cells are always run whole. Of larger ones that need ranks the usual run takes enough cells
-for each value of each parameter to be in one of them; `make test-exhaustive` has the others."""
+"""Grids of up to so many cells are always run whole. Of larger ones that need ranks, or plan, the usual run takes
+enough cells for each value of each parameter to be in one of them; `make test-exhaustive` has the others."""
 
 
-def _spare(cells: list[pytest.Function]) -> list[pytest.Function]:
+def _spare(cells: list[Any]) -> list[Any]:
     seen: set[tuple[str, str]] = set()
     spare = []
     for cell in sorted(cells, key=lambda cell: zlib.crc32(cell.name.encode())):  # mixed, the same every time
