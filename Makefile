@@ -50,7 +50,7 @@ WHOLE := $(PYTEST) -n 3 --durations 25 --ignore tests/integrations
 WITHOUT_RANKS := $(addprefix tests/,layout policy comm files sharded engine modules optim test_layers.py test_first_reading.py)
 
 check: setup
-	$(PYTEST) -n 2 -m "not slow and not ranks and not exhaustive" $(WITHOUT_RANKS)
+	$(PYTEST) -n 2 -m "not slow and not ranks" $(WITHOUT_RANKS)
 
 test: setup
 	$(WHOLE) -m "not slow and not exhaustive"
@@ -59,7 +59,8 @@ test: setup
 test-slow: setup
 	$(WHOLE) -m "slow and not exhaustive"
 
-# The rest of the grids of which those above take each value once: places of offload by programs, architectures by strategies.
+# The rest of the grids, of which those above take each value at least once: places of offload by programs, architectures by
+# strategies (tests/conftest.py).
 test-exhaustive: setup
 	$(WHOLE) -m exhaustive
 

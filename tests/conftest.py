@@ -55,7 +55,8 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {TESTS / name: index for index, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path, len(LONGEST)))
+    shown = TESTS / "examples"  # what the docs show comes before all: slow tests may be cut short
+    items.sort(key=lambda item: -1 if item.path.parent == shown else order.get(item.path, len(LONGEST)))
     grids: dict[str, list[Any]] = {}
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
@@ -75,9 +76,11 @@ enough cells for each value of each parameter to be in one of them; `make test-e
 
 
 def _spare(cells: list[Any]) -> list[Any]:
+    """Return the cells whose values others have as well, preferring to keep those that are not slow."""
     seen: set[tuple[str, str]] = set()
     spare = []
-    for cell in sorted(cells, key=lambda cell: zlib.crc32(cell.name.encode())):  # mixed, the same every time
+    mixed = sorted(cells, key=lambda cell: zlib.crc32(cell.name.encode()))  # the same every time
+    for cell in sorted(mixed, key=lambda cell: cell.get_closest_marker("slow") is not None):
         values = {(name, repr(value)) for name, value in cell.callspec.params.items()}
         if values <= seen:
             spare.append(cell)
