@@ -228,7 +228,8 @@ def one_dies() -> None:
         lambda: comm.allocate(10, BufferKind.REDUCE),
     ):
         start = time.monotonic()
-        with pytest.raises(CollectiveTimeout, match="the process of rank 1 is gone") as caught:
+        # how it ended is known until its parent, which runs the tests, has been told
+        with pytest.raises(CollectiveTimeout, match="the process of rank 1 (is gone|was killed by SIGKILL)") as caught:
             call()
         messages.append(str(caught.value))
         assert time.monotonic() - start < 2
