@@ -6,6 +6,7 @@ import transformers
 
 from shardwise.errors import UserError
 from shardwise.export.inputs import Inputs, Shape
+from shardwise.export.pictures import Pictures
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -49,8 +50,64 @@ def test_images_of_the_size_of_the_configuration():
     assert Inputs(model, pad_left=False).make(Shape(2, 0))["pixel_values"].shape == (2, 3, 8, 16)
 
 
-def test_text_together_with_images_is_refused():
+def test_text_beside_images():
     part = {**SIZES, "vocab_size": 9, "image_size": 8, "patch_size": 4}
     model = transformers.CLIPModel(transformers.CLIPConfig(text_config=part, vision_config=part))
-    with pytest.raises(UserError, match="takes text together with pixel_values"):
-        Inputs(model, pad_left=False)
+    inputs = Inputs(model, pad_left=False)
+    made = inputs.make(Shape(2, 3))
+    assert (made["input_ids"].shape, made["pixel_values"].shape) == ((2, 3), (2, 3, 8, 8))
+    assert inputs.pictures is None
+
+
+TEXT = {**SIZES, "vocab_size": 40, "num_key_value_heads": 1, "head_dim": 8}
+EYES = {**SIZES, "image_size": 8, "patch_size": 4}
+
+
+def gemma():
+    vision = {"model_type": "siglip_vision_model", **EYES}
+    text = {"model_type": "gemma3_text", **TEXT, "sliding_window": 8}
+    sizes = {"image_token_id": 7, "mm_tokens_per_image": 4, "text_config": text, "vision_config": vision}
+    return transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(**sizes)).eval()
+
+
+def test_pictures_in_a_prompt():
+    inputs = Inputs(gemma(), pad_left=True)
+    assert inputs.pictures == Pictures(token=7, tokens=4, one_by_one=False, shape=(3, 8, 8), first_position=0)
+    shape = inputs.with_room(Shape(2, 3, padded=True))
+    made = inputs.make(shape)
+    assert shape.length == 7
+    assert made["pixel_values"].shape == (2, 3, 8, 8)
+    assert made["token_type_ids"].equal((made["input_ids"] == 7).long())
+    assert made["token_type_ids"].tolist() == [[0, 0, 1, 1, 1, 1, 0]] * 2
+    assert made["attention_mask"].tolist() == [[1] * 7, [0] + [1] * 6]
+
+
+def test_one_by_one_if_the_model_separates_them():
+    vision, text = {"model_type": "clip_vision_model", **EYES}, {"model_type": "llama", **TEXT}
+    config = transformers.LlavaConfig(image_token_index=7, text_config=text, vision_config=vision)
+    found = Inputs(transformers.LlavaForConditionalGeneration(config), pad_left=True).pictures
+    assert found == Pictures(token=7, tokens=4, one_by_one=True, shape=(3, 8, 8), first_position=0)
+
+
+def test_positions_begin_where_the_model_begins_them():
+    vision, text = {"model_type": "siglip_vision_model", **EYES}, {"model_type": "gemma", **TEXT}
+    config = transformers.PaliGemmaConfig(
+        image_token_index=7, text_config=text, vision_config=vision, projection_dim=16, hidden_size=16
+    )
+    inputs = Inputs(transformers.PaliGemmaForConditionalGeneration(config), pad_left=True)
+    assert inputs.make(inputs.with_room(Shape(1, 3)))["position_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+
+
+def test_pictures_of_any_size_are_refused():
+    text = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    config = transformers.Qwen2VLConfig(
+        text_config=text, vision_config={"embed_dim": 16, "hidden_size": 16, "depth": 1, "num_heads": 2}
+    )
+    with pytest.raises(UserError, match="takes image_grid_thw with its pictures, of any size: export its parts"):
+        Inputs(transformers.Qwen2VLForConditionalGeneration(config), pad_left=True)
+
+
+def test_pictures_that_do_not_come_in_place_of_tokens_are_refused():
+    config = transformers.GitConfig(**{**SIZES, "vocab_size": 9}, vision_config=EYES)
+    with pytest.raises(UserError, match="GitForCausalLM does not put pictures in place of tokens"):
+        Inputs(transformers.GitForCausalLM(config), pad_left=True)

@@ -281,8 +281,8 @@ def test_the_trainer_trains_as_a_plain_loop_of_peft_s(
 
     monkeypatch.setattr(trainer.Trainer, "_shard", with_known_adapters)
     seen: list[float] = []
-    report = trainer.Trainer._read
-    monkeypatch.setattr(trainer.Trainer, "_read", lambda self, taken: _kept(seen, report(self, taken)))
+    measured = trainer.Trainer._metrics
+    monkeypatch.setattr(trainer.Trainer, "_metrics", lambda self, *taken: _kept(seen, measured(self, *taken)))
     trainer.run(config)
     assert seen == pytest.approx(reference(config, base), rel=1e-5)
 

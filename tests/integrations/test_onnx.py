@@ -172,6 +172,116 @@ def test_an_encoder_and_its_decoder_are_three_graphs(tmp_path):
     assert exported.checked.answers == 48
 
 
+PICTURE = 60
+"""The id of a token that stands for a picture."""
+TEXT = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
+EYES = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+EYES |= {"image_size": 32, "patch_size": 16}
+
+
+def llava() -> Any:
+    vision, text = {"model_type": "clip_vision_model", **EYES}, {"model_type": "llama", **TEXT}
+    config = transformers.LlavaConfig(image_token_index=PICTURE, vision_config=vision, text_config=text)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def paligemma() -> Any:
+    vision, text = {"model_type": "siglip_vision_model", **EYES}, {"model_type": "gemma", **TEXT}
+    sizes = {"image_token_index": PICTURE, "projection_dim": 32, "hidden_size": 32}
+    config = transformers.PaliGemmaConfig(**sizes, vision_config=vision, text_config=text)
+    return transformers.PaliGemmaForConditionalGeneration(config)
+
+
+def gemma3() -> Any:
+    vision, text = {"model_type": "siglip_vision_model", **EYES}, {"model_type": "gemma3_text", **TEXT}
+    sizes = {"image_token_id": PICTURE, "mm_tokens_per_image": 4}
+    config = transformers.Gemma3Config(**sizes, vision_config=vision, text_config={**text, "sliding_window": 8})
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # begins as zeros
+    return model
+
+
+def about_pictures(
+    directory: Path, given: dict[str, np.ndarray], first_position: int, tokens: int
+) -> tuple[list[list[int]], np.ndarray]:
+    """What somebody who has only onnxruntime writes for a model that is told of pictures in its text: the most probable
+    tokens, and the logits of the first."""
+    graphs = {
+        file.stem: onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+        for file in directory.glob("*.onnx")
+    }
+
+    def run(name: str, **arguments: np.ndarray) -> dict[str, np.ndarray]:
+        feed = {one.name: arguments[one.name] for one in graphs[name].get_inputs()}
+        outputs = graphs[name].run(None, feed)
+        return dict(zip((one.name for one in graphs[name].get_outputs()), outputs, strict=True))
+
+    first, later = "decoder_model", "decoder_with_past_model"
+    past: dict[str, np.ndarray] = {}
+    if "decoder_model_merged" in graphs:
+        first = later = "decoder_model_merged"
+        batch = len(given["input_ids"])
+        for one in graphs[first].get_inputs():
+            if one.name.startswith("past_key_values."):
+                past[one.name] = np.zeros((batch, one.shape[1], 0, one.shape[3]), np.float32)
+    embeds = run("embed_tokens", input_ids=given["input_ids"])["inputs_embeds"]
+    is_fixed = graphs["vision_encoder"].get_inputs()[0].shape[0] == 1
+    pictures = [picture[None] for picture in given["pixel_values"]] if is_fixed else [given["pixel_values"]]
+    seen = [run("vision_encoder", pixel_values=one)["image_features"].reshape(-1, embeds.shape[-1]) for one in pictures]
+    embeds[given["input_ids"] == PICTURE] = np.concatenate(seen)
+    mask, made, logits, name = given["attention_mask"], [], [], first
+    while True:
+        positions = (np.maximum(mask.cumsum(1) - 1, 0) + first_position)[:, -embeds.shape[1] :]
+        outputs = run(
+            name,
+            inputs_embeds=embeds,
+            attention_mask=mask,
+            position_ids=positions,
+            token_type_ids=given.get("token_type_ids"),
+            **past,
+        )
+        logits.append(outputs["logits"][:, -1])
+        made.append(logits[-1].argmax(-1)[:, None])
+        if len(made) == tokens:
+            return np.concatenate(made, 1).tolist(), logits[0]
+        name, mask = later, np.concatenate([mask, np.ones_like(made[-1])], 1)
+        embeds = run("embed_tokens", input_ids=made[-1])["inputs_embeds"]
+        kept = {name: value for name, value in outputs.items() if name.startswith("present.")}
+        past = {name.replace("present", "past_key_values"): value for name, value in kept.items()}
+
+
+@pytest.mark.parametrize(
+    ("build", "decoders", "first_position"),
+    [
+        (llava, ["decoder_model_merged"], 0),
+        pytest.param(paligemma, ["decoder_model", "decoder_with_past_model"], 1, marks=pytest.mark.slow),
+        pytest.param(gemma3, ["decoder_model", "decoder_with_past_model"], 0, marks=pytest.mark.slow),
+    ],
+)
+def test_models_of_text_and_pictures_are_parts(build, decoders, first_position, tmp_path):
+    model = write(build, tmp_path / "model")
+    exported = export_onnx(tmp_path / "model", tmp_path / "onnx")
+    assert sorted(exported.sizes) == sorted(["vision_encoder", "embed_tokens", *decoders])
+    assert exported.exporter == "transformers"
+    assert exported.checked.passes(1e-5)
+    assert exported.checked.answers == 48
+
+    ids = torch.randint(3, 59, (2, 9), generator=torch.Generator().manual_seed(1))
+    ids[0, 2:6] = ids[1, 4:8] = PICTURE
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "pixel_values": torch.randn(2, 3, 32, 32)}
+    if len(decoders) > 1:
+        given["token_type_ids"] = (ids == PICTURE).long() if first_position == 0 else torch.zeros_like(ids)
+    made = model.generate(**given, do_sample=False, max_new_tokens=8, min_new_tokens=8)[:, 9:].tolist()
+    arrays = {name: value.numpy() for name, value in given.items()}
+    answers, logits = about_pictures(tmp_path / "onnx", arrays, first_position, 8)
+    assert answers == made
+    swapped = {**arrays, "pixel_values": arrays["pixel_values"][::-1].copy()}
+    _, others = about_pictures(tmp_path / "onnx", swapped, first_position, 1)
+    assert np.abs(logits - others).max(1).min() > 1e-4  # each row is told of its own picture
+
+
 @pytest.mark.parametrize(
     ("build", "inputs", "answers"),
     [

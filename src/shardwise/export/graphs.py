@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from shardwise.errors import UserError
+from shardwise.export import pictures
 from shardwise.export.inputs import Inputs, Shape
+from shardwise.export.pictures import Pictures
 
 _TRACED = Shape(2, 7, True)
 """What a graph is traced with: every size above one, because torch.export takes zero and one for constants."""
@@ -43,6 +45,7 @@ class Form(enum.Enum):
     CACHED = "one graph that takes and returns the keys and values of earlier tokens"
     STAGES = "a graph for the prompt and one for each further token"
     SEQUENCES = "a graph for the encoder, one for the first token and one for each further one"
+    PARTS = "a graph for pictures, one for tokens and a decoder of both"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ def export(model: Any, inputs: Inputs, generates: bool, opset: int) -> Export:
             return _by_transformers(model, inputs, generates, opset)
         except Exception as error:  # whatever a trace meets
             refused = _reason(error)
-        if generates and model.config.is_encoder_decoder:
+        if generates and (model.config.is_encoder_decoder or inputs.pictures is not None):
             raise UserError(f"{type(model).__name__} cannot be exported: {refused}")
         try:
             return Export(Form.FORWARD, _by_torch(model, inputs, opset), generates, "torch", refused)
@@ -97,7 +100,8 @@ def _by_transformers(model: Any, inputs: Inputs, generates: bool, opset: int) ->
 
     def traced(module: Any, sample: dict[str, Any]) -> Any:
         sized = [name for name in _ONE_SIZE if name in sample]
-        shapes = {**get_auto_dynamic_shapes(sample), **dict.fromkeys(sized, _BATCH)} if sized else None
+        batch = None if inputs.pictures is not None and inputs.pictures.one_by_one else _BATCH
+        shapes = {**get_auto_dynamic_shapes(sample), **dict.fromkeys(sized, batch)} if sized else None
         config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=opset)
         program = exporter.export(module, sample, config).program
         _drop_unused(program.graph)
@@ -105,7 +109,7 @@ def _by_transformers(model: Any, inputs: Inputs, generates: bool, opset: int) ->
         _refuse_fixed(program.graph)
         return program
 
-    sample = inputs.make(_TRACED)
+    sample = inputs.make(inputs.with_room(_TRACED))
     if not generates:
         return Export(Form.FORWARD, {"model": traced(model, sample)}, False, "transformers")
     if model.config.is_encoder_decoder:
@@ -117,11 +121,33 @@ def _by_transformers(model: Any, inputs: Inputs, generates: bool, opset: int) ->
             "decoder_with_past_model": traced(*stages["decode"]),
         }
         return Export(Form.SEQUENCES, programs, True, "transformers")
+    if inputs.pictures is not None:
+        parts = _parts(model, sample, inputs.pictures)
+        return Export(Form.PARTS, {name: traced(*part) for name, part in parts.items()}, True, "transformers")
     stages = _stages(model, sample, several=True)
     if _holds_only_pairs(stages["decode"][1]):
         return Export(Form.CACHED, {"model": traced(*stages["decode"])}, True, "transformers")
     stages = _stages(model, sample, several=False)
     return Export(Form.STAGES, {name: traced(*stage) for name, stage in stages.items()}, True, "transformers")
+
+
+def _parts(model: Any, sample: dict[str, Any], known: Pictures) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Return the parts of a model of text and pictures, and the arguments of their forwards, by the graph's name."""
+    seen = sample["pixel_values"][: 1 if known.one_by_one else None]
+    parts: dict[str, tuple[Any, dict[str, Any]]] = {
+        pictures.SEES: (pictures.Seeing(model), {"pixel_values": seen}),
+        pictures.EMBEDS: (pictures.Embedding(model), {"input_ids": sample["input_ids"]}),
+    }
+    stages = _stages(model, sample, several=True)
+    if not pictures.reads_prompts_otherwise(model) and _holds_only_pairs(stages["decode"][1]):
+        decoder = {pictures.READS: stages["decode"]}
+    else:
+        stages = _stages(model, sample, several=False)
+        stages["decode"][1].pop("token_type_ids", None)  # it is read for prompts alone
+        decoder = {pictures.BEGINS: stages["prefill"], pictures.CONTINUES: stages["decode"]}
+    for name, (module, arguments) in decoder.items():
+        parts[name] = module, pictures.without_pixels(model, arguments)
+    return parts
 
 
 def _beginning(model: Any) -> torch.Tensor:
@@ -282,7 +308,11 @@ def quietly() -> Iterator[None]:
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:

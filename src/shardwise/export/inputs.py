@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import UserError
+from shardwise.export.pictures import Pictures
 
 _SEED = 20
 _LONGEST = 17
@@ -42,23 +43,27 @@ class Inputs:
             model: a transformers model.
             pad_left: whether padding is put before the text, as for generation, instead of after it.
 
-        Raises UserError if the model takes something else than text, one image or sound.
+        Raises UserError if the model takes something else than text, pictures, text with pictures, or sound.
         """
         self._config = model.config
-        self._text = model.config.get_text_config(decoder=False)
         self._pad_left = pad_left
         self._takes = set(inspect.signature(model.forward).parameters)
         self.main: str = model.main_input_name
         """The name of the input that the model cannot do without."""
+        self._sees = self.is_text and "pixel_values" in self._takes
+        self._text = model.config.get_text_config(decoder=self._sees)
         if not self.is_text and self.main not in _MAKERS:
             known = ", ".join(("input_ids", *_MAKERS))
             raise UserError(f"{type(model).__name__} takes {self.main}: only models of {known} can be exported")
-        both = [name for name in ("pixel_values", "input_features") if name in self._takes and name != self.main]
-        if self.is_text and both:
+        if self.is_text and "input_features" in self._takes:
             raise UserError(
-                f"{type(model).__name__} takes text together with {both[0]}: export its parts from Python with "
+                f"{type(model).__name__} takes text together with input_features: export its parts from Python with "
                 "transformers.exporters.OnnxExporter().export_for_generation(model, inputs, config)"
             )
+        self.pictures: Pictures | None = None
+        """What a model that generates text does with pictures; None if it takes none, or generates nothing."""
+        if self._sees and model.can_generate():
+            self.pictures = Pictures.of(model, _image(self._config))
 
     @property
     def is_text(self) -> bool:
@@ -72,9 +77,11 @@ class Inputs:
 
     @property
     def longest(self) -> int:
-        """The most tokens that the model has positions for; a large number where nothing limits it."""
+        """The most tokens that the model has positions for, beside those of a picture; a large number where nothing
+        limits it."""
         positions = getattr(self._text, "max_position_embeddings", None)
-        return int(positions) if isinstance(positions, int) and positions > 1 else 1 << 20
+        most = int(positions) if isinstance(positions, int) and positions > 1 else 1 << 20
+        return most if self.pictures is None else most - self.pictures.tokens
 
     def shapes(self, reserve: int = 0) -> list[Shape]:
         """Return the shapes at which an export is checked; `reserve` positions are left for generated tokens."""
@@ -83,7 +90,12 @@ class Inputs:
         # RoBERTa's positions begin after the padding token's.
         longest = max(4, min(_LONGEST, self.longest - reserve - 4))
         half = max(3, longest // 2)
-        return [Shape(1, 3), Shape(2, half), Shape(2, half, True), Shape(3, longest, True)]
+        shapes = [Shape(1, 3), Shape(2, half), Shape(2, half, True), Shape(3, longest, True)]
+        return [self.with_room(shape) for shape in shapes]
+
+    def with_room(self, shape: Shape) -> Shape:
+        """Return a shape that is longer by the tokens of a picture, if the model's prompts have any."""
+        return shape if self.pictures is None else replace(shape, length=shape.length + self.pictures.tokens)
 
     def make(self, shape: Shape) -> dict[str, Tensor]:
         """Return the arguments of a forward. Text: ids and `attention_mask` [batch, length] int64."""
@@ -95,7 +107,14 @@ class Inputs:
         end, pad = self._id("eos_token_id"), self._id("pad_token_id")
         if not self._pad_left and end is not None:  # BART's classifiers read the token at the only end
             ids[torch.arange(len(ids)), mask.sum(1) - 1] = end
-        return self.with_mask(ids.masked_fill(mask == 0, pad or 0), mask)
+        ids = ids.masked_fill(mask == 0, pad or 0)
+        if self.pictures is not None:  # each row ends with a picture and a token
+            ids[:, -1 - self.pictures.tokens : -1] = self.pictures.token
+        made = self.with_mask(ids, mask)
+        if self._sees:
+            size = _image(self._config) if self.pictures is None else self.pictures.shape
+            made["pixel_values"] = torch.randn(shape.batch, *size, generator=generator)
+        return made
 
     def _mask(self, shape: Shape) -> Tensor:
         mask = torch.ones(shape.batch, shape.length, dtype=torch.int64)
@@ -112,8 +131,11 @@ class Inputs:
             made["attention_mask"] = mask
         if "token_type_ids" in self._takes and (getattr(self._text, "type_vocab_size", 0) or 0) > 1:
             made["token_type_ids"] = torch.zeros_like(ids)
+        elif "token_type_ids" in self._takes and self.pictures is not None:
+            made["token_type_ids"] = (ids == self.pictures.token).long()
         if "position_ids" in self._takes and self._pad_left:
-            made["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+            first = 0 if self.pictures is None else self.pictures.first_position
+            made["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first
         return made
 
     def _without_special(self, ids: Tensor) -> Tensor:
@@ -121,6 +143,8 @@ class Inputs:
         special = [
             self._id(name) for name in ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
         ]
+        if self.pictures is not None:
+            special.append(self.pictures.token)
         plain = next(one for one in range(self.vocabulary) if one not in special)
         for one in special:
             ids = ids.masked_fill(ids == one, plain) if one is not None else ids

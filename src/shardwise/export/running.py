@@ -9,22 +9,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.export import pictures
 from shardwise.export.graphs import Form
+from shardwise.export.pictures import Pictures
 
 Array = npt.NDArray[Any]
 PAST, PRESENT = "past_key_values.", "present."
-STAGES = {Form.STAGES: ("prefill", "decode"), Form.SEQUENCES: ("decoder_model", "decoder_with_past_model")}
+STAGES = {Form.STAGES: ("prefill", "decode"), Form.PARTS: (pictures.BEGINS, pictures.CONTINUES)}
+"""By form: the graphs of the first and of each further token, where these are two."""
 
 
 class Session:
     """The graphs of an export, loaded."""
 
-    def __init__(self, directory: Path, names: list[str], form: Form, suffix: str = "") -> None:
+    def __init__(
+        self, directory: Path, names: list[str], form: Form, known: Pictures | None = None, suffix: str = ""
+    ) -> None:
         """
         Args:
             directory: has the files.
             names: of the graphs.
             form: which graphs there are.
+            known: what the model does with pictures; None if it takes none in its text.
             suffix: at the end of the files' names, before `.onnx`.
         """
         import onnxruntime
@@ -32,6 +38,7 @@ class Session:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4  # its errors are raised as well
         self._form = form
+        self._pictures = known
         self._graphs = {
             name: onnxruntime.InferenceSession(
                 str(directory / f"{name}{suffix}.onnx"), options, providers=["CPUExecutionProvider"]
@@ -79,8 +86,9 @@ class Session:
             }
             returned, kept = _split(self._run("decoder_model", arguments))
             return returned, {**kept, "encoder_hidden_states": hidden}
-        name = STAGES[self._form][0] if self._form is Form.STAGES else "model"
-        return _split(self._run(name, {**_positions(arguments), **self._nothing(name, arguments)}))
+        name = self._names[0]
+        given = self._embedded({**self._positions(arguments), **self._nothing(name, arguments)}, sees=True)
+        return _split(self._run(name, given))
 
     def _next(
         self, known: dict[str, Array], kept: dict[str, Array], token: Array
@@ -88,7 +96,8 @@ class Session:
         """Run the graph of one more token, [batch, 1] int64; `known` grows by it."""
         if self._form is Form.SEQUENCES:
             done = known["decoder_input_ids"] = np.concatenate([known["decoder_input_ids"], token], 1)
-            arguments = {**_beside_encoder(known), **kept, **_positions({"input_ids": done}, 1), "input_ids": token}
+            positions = self._positions({"input_ids": done}, 1)
+            arguments = {**_beside_encoder(known), **kept, **positions, "input_ids": token}
             returned, grown = _split(self._run("decoder_with_past_model", arguments))
             return returned, {**kept, **grown}
         known["input_ids"] = np.concatenate([known["input_ids"], token], 1)
@@ -96,9 +105,30 @@ class Session:
             known["attention_mask"] = np.concatenate([known["attention_mask"], np.ones_like(token)], 1)
         if self._form is Form.FORWARD:
             return self._first(known)
-        name = STAGES[self._form][1] if self._form is Form.STAGES else "model"
-        arguments = {**known, **_positions(known, 1), "input_ids": token, **kept}
-        return _split(self._run(name, arguments))
+        arguments = {**known, **self._positions(known, 1), "input_ids": token, **kept}
+        return _split(self._run(self._names[1], self._embedded(arguments, sees=False)))
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        """The graphs of the first and of each further token."""
+        if self._form is Form.PARTS and pictures.READS in self._graphs:
+            return pictures.READS, pictures.READS
+        return STAGES.get(self._form, ("model", "model"))
+
+    def _embedded(self, arguments: dict[str, Array], sees: bool) -> dict[str, Array]:
+        """Return the arguments with embeddings in place of tokens, and of pictures if it `sees` them; as they are for
+        models that take no pictures in their text."""
+        if self._form is not Form.PARTS or self._pictures is None:
+            return arguments
+        ids = arguments["input_ids"]
+        places = (ids == self._pictures.token) & sees & ("pixel_values" in arguments)
+        embeds = self._run(pictures.EMBEDS, {"input_ids": np.where(places, 0, ids)})["inputs_embeds"]
+        if places.any():
+            pixels = arguments["pixel_values"]
+            parts = pixels[:, None] if self._pictures.one_by_one else [pixels]
+            seen = [self._run(pictures.SEES, {"pixel_values": part})["image_features"] for part in parts]
+            embeds[places] = np.concatenate(seen).reshape(-1, embeds.shape[-1])
+        return {**arguments, "inputs_embeds": embeds}
 
     def _nothing(self, name: str, arguments: Mapping[str, Array]) -> dict[str, Array]:
         """Return the empty keys and values that a graph is given before the first token."""
@@ -116,6 +146,16 @@ class Session:
         outputs = graph.run(None, feed)
         return dict(zip((value.name for value in graph.get_outputs()), outputs, strict=True))
 
+    def _positions(self, arguments: Mapping[str, Array], last: int | None = None) -> dict[str, Array]:
+        """Return the arguments with `position_ids` [batch, length]: padding does not count; of the `last` tokens if
+        given. Models without text are left as they are."""
+        if "input_ids" not in arguments:
+            return dict(arguments)
+        mask = arguments.get("attention_mask", np.ones_like(arguments["input_ids"]))
+        first = 0 if self._pictures is None else self._pictures.first_position
+        positions = np.maximum(mask.cumsum(1) - 1, 0) + first
+        return {**arguments, "position_ids": positions if last is None else positions[:, -last:]}
+
 
 def _split(returned: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
     """Return the outputs that callers see, and those of the cache under the names of the next step's inputs."""
@@ -127,13 +167,3 @@ def _split(returned: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Arra
 def _beside_encoder(arguments: Mapping[str, Array]) -> dict[str, Array]:
     """Return what a decoder is told about the encoder's input."""
     return {"encoder_attention_mask": arguments["attention_mask"]} if "attention_mask" in arguments else {}
-
-
-def _positions(arguments: Mapping[str, Array], last: int | None = None) -> dict[str, Array]:
-    """Return the arguments with `position_ids` [batch, length]: padding does not count; of the `last` tokens if given.
-    Models without text are left as they are."""
-    if "input_ids" not in arguments:
-        return dict(arguments)
-    mask = arguments.get("attention_mask", np.ones_like(arguments["input_ids"]))
-    positions = np.maximum(mask.cumsum(1) - 1, 0)
-    return {**arguments, "position_ids": positions if last is None else positions[:, -last:]}

@@ -68,10 +68,14 @@ class Reference:
         self._arguments = [self._with_beginning(inputs.make(shape)) for shape in self._shapes]
         self._ids = None if ids is None else inputs.with_mask(ids[:, : min(_WINDOW, inputs.longest)])
         self._tokens = max(1, min(_TOKENS, inputs.longest - _PROMPT.length - 4))
-        self._prompt = inputs.make(_PROMPT)
+        self._prompt = inputs.make(inputs.with_room(_PROMPT))
         with torch.no_grad():
             self._outputs = [_named(model(**arguments)) for arguments in self._arguments]
-            self._greedy = _greedy(model, self._prompt, self._tokens, self._start) if self._generates else None
+            self._greedy = None
+            if inputs.pictures is not None:
+                self._greedy = _greedy_with_cache(model, self._prompt, self._tokens)
+            elif self._generates:
+                self._greedy = _greedy(model, self._prompt, self._tokens, self._start)
             text = None if self._ids is None else model(**self._ids).logits
         self.perplexity = None if text is None else _perplexity(text.numpy(), self._ids)
 
@@ -166,3 +170,22 @@ def _greedy(model: Any, prompt: Mapping[str, Tensor], tokens: int, start: int | 
         if "position_ids" in known:
             known["position_ids"] = torch.cat([known["position_ids"], known["position_ids"][:, -1:] + 1], 1)
     return np.asarray(known[ids][:, -tokens:].numpy())
+
+
+def _greedy_with_cache(model: Any, prompt: Mapping[str, Tensor], tokens: int) -> Array:
+    """Return the most probable tokens after each prompt [batch, tokens]: pictures are seen once, and tokens of a prompt
+    may see later ones, which those that are made may not."""
+    mask, positions = prompt["attention_mask"], prompt["position_ids"][:, -1:]
+    returned, made = model(**prompt, use_cache=True), list[Tensor]()
+    while True:
+        made.append(returned.logits[:, -1].argmax(-1, keepdim=True))
+        if len(made) == tokens:
+            return np.asarray(torch.cat(made, 1).numpy())
+        mask, positions = torch.cat([mask, torch.ones_like(made[-1])], 1), positions + 1
+        returned = model(
+            input_ids=made[-1],
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=returned.past_key_values,
+            use_cache=True,
+        )

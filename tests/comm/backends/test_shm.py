@@ -229,7 +229,7 @@ def one_dies() -> None:
     ):
         start = time.monotonic()
         # how it ended is known until its parent, which runs the tests, has been told
-        with pytest.raises(CollectiveTimeout, match="the process of rank 1 (is gone|was killed by SIGKILL)") as caught:
+        with pytest.raises(CollectiveTimeout, match=r"the process of rank 1 (is gone|was killed by SIGKILL)") as caught:
             call()
         messages.append(str(caught.value))
         assert time.monotonic() - start < 2

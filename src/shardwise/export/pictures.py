@@ -1,0 +1,142 @@
+"""Models of text and pictures as three parts: one that sees, one that embeds tokens, one that reads both.
+
+The names of the graphs, and of what they take and return, are those of optimum and transformers.js.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import UserError, one_line
+
+SEES, EMBEDS = "vision_encoder", "embed_tokens"
+READS, BEGINS, CONTINUES = "decoder_model_merged", "decoder_model", "decoder_with_past_model"
+"""Graphs of the decoder: one that reads any number of tokens after any others; or one for prompts and one for each
+further token, where tokens of a picture are read otherwise than those of a text."""
+
+_SIZES = ("image_sizes", "image_grid_thw")
+"""What says how large each picture is, where a graph would have to be traced for every size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """What a generating model does with pictures: their features come in place of the embeddings of certain tokens."""
+
+    token: int
+    """The id of the tokens that stand for a picture."""
+    tokens: int
+    """Number of them for each picture."""
+    one_by_one: bool
+    """Whether the model separates pictures: a graph then takes one."""
+    shape: tuple[int, ...]
+    """Of a picture as the model takes it, `pixel_values` without the batch."""
+    first_position: int
+    """The position of a text's first token."""
+
+    @classmethod
+    def of(cls, model: Any, shape: tuple[int, ...]) -> Pictures:
+        """Return what a model does with pictures of a shape (channels, height, width).
+
+        Raises UserError if that is not known: it takes more than pixels, as of pictures of any size, or it puts their
+        features elsewhere.
+        """
+        config = model.config
+        token = getattr(config, "image_token_id", None)
+        if config.is_encoder_decoder or token is None or not hasattr(model, "get_image_features"):
+            raise UserError(f"{type(model).__name__} does not put pictures in place of tokens{_IN_PARTS}")
+        sized = [name for name in _SIZES if name in inspect.signature(model.get_image_features).parameters]
+        if sized:
+            raise UserError(f"{type(model).__name__} takes {sized[0]} with its pictures, of any size{_IN_PARTS}")
+        refused = ""
+        for seen in (shape, (1, *shape)):  # Idefics and SmolVLM take several pictures for each row
+            try:
+                with torch.no_grad():
+                    features = features_of(model, torch.ones(1, *seen))
+            except Exception as error:  # whatever a model says of inputs that it cannot take
+                refused = one_line(error, with_type=True)
+                continue
+            one = features[0]
+            return cls(int(token), one.numel() // one.shape[-1], _is_list(features), seen, _first_position(model))
+        raise UserError(f"{type(model).__name__} cannot see pictures by their pixels alone ({refused}){_IN_PARTS}")
+
+
+_IN_PARTS = (
+    ": export its parts from Python with transformers.exporters.OnnxExporter().export_for_generation(model, inputs, "
+    "config)"
+)
+
+
+def features_of(model: Any, pixel_values: Tensor) -> Any:
+    """Return the features of pictures [pictures, tokens, width], or a list of them by picture."""
+    returned = model.get_image_features(pixel_values=pixel_values, return_dict=True)
+    return getattr(returned, "pooler_output", returned)
+
+
+def _is_list(features: Any) -> bool:
+    return not isinstance(features, Tensor)
+
+
+def _first_position(model: Any) -> int:
+    """Return the position that `generate` gives a text's first token. Raises UserError if a position is no number."""
+    ids, positions = torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None]
+    given = model.prepare_inputs_for_generation(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        position_ids=positions,
+        past_key_values=None,
+        is_first_iteration=True,
+        use_cache=True,
+    ).get("position_ids")
+    found = positions if given is None else given
+    if found.shape != positions.shape:
+        raise UserError(f"{type(model).__name__} has positions in several dimensions{_IN_PARTS}")
+    return int(found[0, 0])
+
+
+class Seeing(nn.Module):
+    """Pixels to the features that stand in place of a picture's tokens."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._model = model
+
+    def forward(self, pixel_values: Tensor) -> dict[str, Tensor]:
+        """Return `image_features`, [pictures, tokens, width]; [tokens, width] of a model that separates pictures."""
+        features = features_of(self._model, pixel_values)
+        return {"image_features": torch.cat(list(features)) if _is_list(features) else features}
+
+
+class Embedding(nn.Module):
+    """Tokens to embeddings."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._embedding = model.get_input_embeddings()
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """Return `inputs_embeds`, [batch, length, width]."""
+        return {"inputs_embeds": self._embedding(input_ids)}
+
+
+def reads_prompts_otherwise(model: Any) -> bool:
+    """Whether tokens of a prompt may see later ones, as those of one picture do in Gemma 3."""
+    return "token_type_ids" in inspect.signature(model.forward).parameters
+
+
+def without_pixels(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a decoder's forward with embeddings in place of tokens and pixels."""
+    kept = {
+        name: value
+        for name, value in arguments.items()
+        if value is not None and name not in {"input_ids", "pixel_values", "mm_encoder_outputs"}
+    }
+    return {**kept, "inputs_embeds": model.get_input_embeddings()(arguments["input_ids"].clamp(max=_last(model)))}
+
+
+def _last(model: Any) -> int:
+    return int(model.get_input_embeddings().num_embeddings) - 1
