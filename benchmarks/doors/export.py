@@ -1,11 +1,12 @@
-"""Twelve architectures of transformers, exported to ONNX and compared with PyTorch: what works, and what refuses.
+"""Sixteen architectures of transformers, exported to ONNX and compared with PyTorch: what works, and what refuses.
 
     python benchmarks export                    # ten minutes on two cores; needs the extra `onnx`
     python benchmarks export qwen3_moe swin     # some of them
     python benchmarks export --out export       # and write results/DATE-export.*
 
-None of them was used while `shardwise export` was built. Each is a small model with random weights, which is read
-from a directory as the command reads it.
+None of them was used while `shardwise export` was built, but for llava, from which the parts of models of text and
+pictures were made; the four after it were tried when these were done. Each is a small model with random weights, which
+is read from a directory as the command reads it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ STARTS_WITH_END = {**PAIR, "decoder_start_token_id": 2}
 """M2M100's, as published: its cached and whole positions differ after a first token that is padding."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
 IMAGES = {"image_size": 32, "patch_size": 8}
+PICTURE = 90
+"""The id of the token that stands for a picture."""
+READER = {"num_key_value_heads": 2, "head_dim": 8, **TEXT, **LAYERS, **IDS}
+EYES = {"model_type": "siglip_vision_model", **LAYERS, **IMAGES}
+ANY_SIZE = {"model_type": "qwen2_vl", "embed_dim": 32, "hidden_size": 32, "depth": 2, "num_heads": 4, "patch_size": 8}
 HALVES = {"text_config": {**TEXT, **LAYERS, **IDS}, "vision_config": {**LAYERS, **IMAGES}}
 DEEPSEEK = {
     "moe_intermediate_size": 16,
@@ -100,6 +106,40 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[], Any]]] = {
             "LlavaForConditionalGeneration", "LlavaConfig", image_token_index=3,
             text_config={"model_type": "llama", **TEXT, **LAYERS, **IDS},
             vision_config={"model_type": "clip_vision_model", **LAYERS, **IMAGES},
+        ),
+    ),
+    "cohere2_vision": (
+        "text and image",
+        made(
+            "Cohere2VisionForConditionalGeneration", "Cohere2VisionConfig", image_token_id=PICTURE, downsample_factor=2,
+            alignment_intermediate_size=64, text_config={"model_type": "cohere2", **READER}, vision_config=EYES,
+        ),
+    ),
+    "vipllava": (
+        "text and image",
+        made(
+            "VipLlavaForConditionalGeneration", "VipLlavaConfig", image_token_index=PICTURE,
+            vision_feature_layers=[-1, -2], text_config={"model_type": "llama", **READER},
+            vision_config={"model_type": "clip_vision_model", **LAYERS, **IMAGES},
+        ),
+    ),
+    "ovis2": (
+        "text and image",
+        made(
+            "Ovis2ForConditionalGeneration", "Ovis2Config", image_token_id=PICTURE, hidden_size=32,
+            visual_indicator_token_ids=[80, 81, 82, 83, 84], vocab_size=96,
+            text_config={"model_type": "qwen2", **READER},
+            vision_config={**LAYERS, **IMAGES, "vocab_size": 24, "num_visual_indicator_tokens": 5, "hidden_stride": 2},
+        ),
+    ),
+    "qwen2_vl": (
+        "text and image",
+        made(
+            "Qwen2VLForConditionalGeneration", "Qwen2VLConfig", image_token_id=PICTURE, vision_config=ANY_SIZE,
+            text_config={
+                "model_type": "qwen2_vl_text", **READER,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+            },
         ),
     ),
     "mamba2": (

@@ -47,9 +47,10 @@ class Pictures:
         """
         config = model.config
         token = getattr(config, "image_token_id", None)
-        if config.is_encoder_decoder or token is None or not hasattr(model, "get_image_features"):
+        seeing = _seeing(model)
+        if config.is_encoder_decoder or token is None or seeing is None:
             raise UserError(f"{type(model).__name__} does not put pictures in place of tokens{_IN_PARTS}")
-        sized = [name for name in _SIZES if name in inspect.signature(model.get_image_features).parameters]
+        sized = [name for name in _SIZES if name in inspect.signature(seeing).parameters]
         if sized:
             raise UserError(f"{type(model).__name__} takes {sized[0]} with its pictures, of any size{_IN_PARTS}")
         refused = ""
@@ -58,7 +59,7 @@ class Pictures:
                 with torch.no_grad():
                     features = features_of(model, torch.ones(1, *seen))
             except Exception as error:  # whatever a model says of inputs that it cannot take
-                refused = one_line(error, with_type=True)
+                refused = refused or one_line(error, with_type=True)
                 continue
             one = features[0]
             return cls(int(token), one.numel() // one.shape[-1], _is_list(features), seen, _first_position(model))
@@ -73,8 +74,13 @@ _IN_PARTS = (
 
 def features_of(model: Any, pixel_values: Tensor) -> Any:
     """Return the features of pictures [pictures, tokens, width], or a list of them by picture."""
-    returned = model.get_image_features(pixel_values=pixel_values, return_dict=True)
+    returned = _seeing(model)(pixel_values=pixel_values, return_dict=True)
     return getattr(returned, "pooler_output", returned)
+
+
+def _seeing(model: Any) -> Any:
+    """Return the method that computes the features of pictures; None if the model has none."""
+    return getattr(model, "get_image_features", None) or getattr(model.base_model, "get_image_features", None)
 
 
 def _is_list(features: Any) -> bool:
