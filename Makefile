@@ -98,7 +98,7 @@ test-torch:
 	@test -n "$(TORCH)" || { echo "say which: make test-torch TORCH=2.15.0" >&2; exit 2; }
 	@test -x .venv-torch-$(TORCH)/bin/python || $(PYTHON) -m venv .venv-torch-$(TORCH)
 	@.venv-torch-$(TORCH)/bin/python -m pip install --quiet torch==$(TORCH)
-	@grep -v '^torch==' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
+	@grep -v -e '^torch==' -e '^setuptools==' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
 	@.venv-torch-$(TORCH)/bin/python -m pip install --quiet -c .venv-torch-$(TORCH)/constraints.txt torch==$(TORCH) -e '.[train,dev]'
 	.venv-torch-$(TORCH)/bin/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not slow and not exhaustive" $(TESTS)
 
