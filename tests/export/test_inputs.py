@@ -1,5 +1,8 @@
 """Inputs that are made up."""
 
+import re
+import types
+
 import pytest
 import torch
 import transformers
@@ -72,7 +75,7 @@ def gemma():
 
 def test_pictures_in_a_prompt():
     inputs = Inputs(gemma(), pad_left=True)
-    assert inputs.pictures == Pictures(token=7, tokens=4, one_by_one=False, shape=(3, 8, 8), first_position=0)
+    assert inputs.pictures == Pictures(token=7, tokens=4, one_by_one=False, shape=(3, 8, 8), first_position=0, type=1)
     shape = inputs.with_room(Shape(2, 3, padded=True))
     made = inputs.make(shape)
     assert shape.length == 7
@@ -86,7 +89,7 @@ def test_one_by_one_if_the_model_separates_them():
     vision, text = {"model_type": "clip_vision_model", **EYES}, {"model_type": "llama", **TEXT}
     config = transformers.LlavaConfig(image_token_index=7, text_config=text, vision_config=vision)
     found = Inputs(transformers.LlavaForConditionalGeneration(config), pad_left=True).pictures
-    assert found == Pictures(token=7, tokens=4, one_by_one=True, shape=(3, 8, 8), first_position=0)
+    assert found == Pictures(token=7, tokens=4, one_by_one=True, shape=(3, 8, 8), first_position=0, type=1)
 
 
 def test_positions_begin_where_the_model_begins_them():
@@ -95,16 +98,46 @@ def test_positions_begin_where_the_model_begins_them():
         image_token_index=7, text_config=text, vision_config=vision, projection_dim=16, hidden_size=16
     )
     inputs = Inputs(transformers.PaliGemmaForConditionalGeneration(config), pad_left=True)
-    assert inputs.make(inputs.with_room(Shape(1, 3)))["position_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+    made = inputs.make(inputs.with_room(Shape(1, 3)))
+    assert made["position_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+    assert not made["token_type_ids"].any()
 
 
-def test_pictures_of_any_size_are_refused():
+def qwen():
     text = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
     config = transformers.Qwen2VLConfig(
         text_config=text, vision_config={"embed_dim": 16, "hidden_size": 16, "depth": 1, "num_heads": 2}
     )
-    with pytest.raises(UserError, match="takes image_grid_thw with its pictures, of any size: export its parts"):
-        Inputs(transformers.Qwen2VLForConditionalGeneration(config), pad_left=True)
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def pixtral():
+    vision, text = {"model_type": "pixtral", **EYES, "head_dim": 8}, {"model_type": "llama", **TEXT}
+    config = transformers.LlavaConfig(image_token_index=7, text_config=text, vision_config=vision)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def chameleon():
+    vq = {"embed_dim": 8, "num_embeddings": 16, "resolution": 16, "base_channels": 32, "channel_multiplier": [1]}
+    names = {f"IMGIMG{letter}": number for number, letter in enumerate("ABCDEFGHIJKLMNOP", 10)}
+    config = transformers.ChameleonConfig(**TEXT, vq_config=vq, vocabulary_map={"<image>": 7, **names})
+    return transformers.ChameleonForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [(qwen, "any size (image_grid_thw)"), (pixtral, "any size (image_sizes)"), (chameleon, "any size")],
+)
+def test_pictures_of_any_size_are_refused(build, why):
+    with pytest.raises(UserError, match=re.escape(f"takes pictures of {why}: export its parts")):
+        Inputs(build(), pad_left=True)
+
+
+def test_features_that_a_model_keeps_to_itself_are_refused(monkeypatch):
+    model = gemma()
+    monkeypatch.setattr(model, "get_image_features", lambda **_: types.SimpleNamespace(pooler_output=None))
+    with pytest.raises(UserError, match="cannot see pictures by their pixels alone"):
+        Inputs(model, pad_left=True)
 
 
 def test_pictures_that_do_not_come_in_place_of_tokens_are_refused():

@@ -123,6 +123,7 @@ def test_a_job_is_started_again_when_its_first_host_is_back(cluster: Cluster) ->
     after = cluster.job.losses()
     assert sorted(after) == list(range(1, STEPS + 1))
     assert {step: after[step] for step in before} == before
+    assert re.search(r"resuming from runs/run/checkpoints/step-\d+: step \d+ is next", cluster.said())
 
 
 @pytest.mark.slow
@@ -136,6 +137,7 @@ def test_a_job_that_is_put_back_into_the_queue_resumes(cluster: Cluster) -> None
     after = cluster.job.losses()
     assert sorted(after) == list(range(1, STEPS + 1))
     assert {step: after[step] for step in before} == before
+    assert re.search(r"resuming from runs/run/checkpoints/step-\d+: step \d+ is next", cluster.said())
 
 
 @pytest.mark.slow

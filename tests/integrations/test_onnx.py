@@ -209,6 +209,7 @@ def about_pictures(
     graphs = {
         file.stem: onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
         for file in directory.glob("*.onnx")
+        if not file.stem.endswith("_int8")
     }
 
     def run(name: str, **arguments: np.ndarray) -> dict[str, np.ndarray]:
@@ -251,17 +252,20 @@ def about_pictures(
 
 
 @pytest.mark.parametrize(
-    ("build", "decoders", "first_position"),
+    ("build", "decoders", "first_position", "type_of_picture"),
     [
-        (llava, ["decoder_model_merged"], 0),
-        pytest.param(paligemma, ["decoder_model", "decoder_with_past_model"], 1, marks=pytest.mark.slow),
-        pytest.param(gemma3, ["decoder_model", "decoder_with_past_model"], 0, marks=pytest.mark.slow),
+        (llava, ["decoder_model_merged"], 0, None),
+        pytest.param(paligemma, ["decoder_model", "decoder_with_past_model"], 1, 0, marks=pytest.mark.slow),
+        pytest.param(gemma3, ["decoder_model", "decoder_with_past_model"], 0, 1, marks=pytest.mark.slow),
     ],
 )
-def test_models_of_text_and_pictures_are_parts(build, decoders, first_position, tmp_path):
+def test_models_of_text_and_pictures_are_parts(build, decoders, first_position, type_of_picture, tmp_path):
     model = write(build, tmp_path / "model")
-    exported = export_onnx(tmp_path / "model", tmp_path / "onnx")
-    assert sorted(exported.sizes) == sorted(["vision_encoder", "embed_tokens", *decoders])
+    exported = export_onnx(tmp_path / "model", tmp_path / "onnx", quantize="int8")
+    assert exported.int8 is not None
+    assert 0 < exported.int8.difference < 1
+    exact = ["vision_encoder", "embed_tokens", *decoders]
+    assert sorted(exported.sizes) == sorted([*exact, *(f"{name}_int8" for name in exact)])
     assert exported.exporter == "transformers"
     assert exported.checked.passes(1e-5)
     assert exported.checked.answers == 48
@@ -271,8 +275,8 @@ def test_models_of_text_and_pictures_are_parts(build, decoders, first_position, 
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     given = {"input_ids": ids, "attention_mask": mask, "pixel_values": torch.randn(2, 3, 32, 32)}
-    if len(decoders) > 1:
-        given["token_type_ids"] = (ids == PICTURE).long() if first_position == 0 else torch.zeros_like(ids)
+    if type_of_picture is not None:
+        given["token_type_ids"] = (ids == PICTURE).long() * type_of_picture
     made = model.generate(**given, do_sample=False, max_new_tokens=8, min_new_tokens=8)[:, 9:].tolist()
     arrays = {name: value.numpy() for name, value in given.items()}
     answers, logits = about_pictures(tmp_path / "onnx", arrays, first_position, 8)

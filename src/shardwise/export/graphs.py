@@ -24,7 +24,7 @@ _TRACED = Shape(2, 7, True)
 _ONE_SIZE = ("pixel_values", "input_features")
 """Inputs of which a model takes one size; their batch alone may vary."""
 _BATCH = {0: torch.export.Dim.AUTO}
-_OPEN = ("input_ids", "attention_mask", "encoder_attention_mask")
+_OPEN = ("input_ids", "inputs_embeds", "attention_mask", "encoder_attention_mask")
 """Inputs whose batch and length are both to stay open."""
 _LONGEST_REASON = 300
 _CACHES = ("past_key_values", "cache_params")
@@ -138,10 +138,12 @@ def _parts(model: Any, sample: dict[str, Any], known: Pictures) -> dict[str, tup
         pictures.SEES: (pictures.Seeing(model), {"pixel_values": seen}),
         pictures.EMBEDS: (pictures.Embedding(model), {"input_ids": sample["input_ids"]}),
     }
-    stages = _stages(model, sample, several=True)
-    if not pictures.reads_prompts_otherwise(model) and _holds_only_pairs(stages["decode"][1]):
-        decoder = {pictures.READS: stages["decode"]}
-    else:
+    decoder = {}
+    if not pictures.reads_prompts_otherwise(model):
+        stages = _stages(model, sample, several=True)
+        if _holds_only_pairs(stages["decode"][1]):
+            decoder = {pictures.READS: stages["decode"]}
+    if not decoder:
         stages = _stages(model, sample, several=False)
         stages["decode"][1].pop("token_type_ids", None)  # it is read for prompts alone
         decoder = {pictures.BEGINS: stages["prefill"], pictures.CONTINUES: stages["decode"]}
@@ -219,8 +221,8 @@ def _drop_unused(graph: Any) -> None:
 def _refuse_fixed(graph: Any) -> None:
     """Raise ValueError if the trace has made a constant of the batch, or of the length of a text."""
     for value in graph.inputs:
-        fixed = [dim for dim in value.shape if isinstance(dim, int)]
-        one_token = value.name == "input_ids" and fixed == [1]
+        fixed = [dim for dim in list(value.shape)[:2] if isinstance(dim, int)]
+        one_token = value.name in {"input_ids", "inputs_embeds"} and fixed == [1]
         if value.name in _OPEN and fixed and not one_token:
             raise ValueError(f"the traced {value.name} {list(map(str, value.shape))} takes no other length")
 

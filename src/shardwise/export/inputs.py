@@ -63,7 +63,7 @@ class Inputs:
         self.pictures: Pictures | None = None
         """What a model that generates text does with pictures; None if it takes none, or generates nothing."""
         if self._sees and model.can_generate():
-            self.pictures = Pictures.of(model, _image(self._config))
+            self.pictures = Pictures.of(model, _image(self._config) if _has_image_size(self._config) else None)
 
     @property
     def is_text(self) -> bool:
@@ -116,6 +116,11 @@ class Inputs:
             made["pixel_values"] = torch.randn(shape.batch, *size, generator=generator)
         return made
 
+    def columns(self, arguments: dict[str, Tensor]) -> Tensor | None:
+        """Return the places in each row where something is read, of arguments that this made: those that are no
+        picture's; None for all."""
+        return None if self.pictures is None else (arguments["input_ids"][0] != self.pictures.token).nonzero()[:, 0]
+
     def _mask(self, shape: Shape) -> Tensor:
         mask = torch.ones(shape.batch, shape.length, dtype=torch.int64)
         for row in range(1, shape.batch if shape.padded else 0):
@@ -132,7 +137,7 @@ class Inputs:
         if "token_type_ids" in self._takes and (getattr(self._text, "type_vocab_size", 0) or 0) > 1:
             made["token_type_ids"] = torch.zeros_like(ids)
         elif "token_type_ids" in self._takes and self.pictures is not None:
-            made["token_type_ids"] = (ids == self.pictures.token).long()
+            made["token_type_ids"] = (ids == self.pictures.token).long() * self.pictures.type
         if "position_ids" in self._takes and self._pad_left:
             first = 0 if self.pictures is None else self.pictures.first_position
             made["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first
@@ -158,10 +163,19 @@ class Inputs:
 
 
 def _image(config: Any) -> tuple[int, ...]:
-    config = getattr(config, "vision_config", None) or config
-    size = getattr(config, "image_size", None) or _IMAGE
+    config = _seen(config)
+    size = getattr(config, "image_size", None) or getattr(config, "input_size", None) or _IMAGE
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return int(getattr(config, "num_channels", None) or _CHANNELS), int(height), int(width)
+
+
+def _has_image_size(config: Any) -> bool:
+    return bool(getattr(_seen(config), "image_size", None))
+
+
+def _seen(config: Any) -> Any:
+    """Return the part of a configuration that is about images."""
+    return getattr(config, "vision_config", None) or getattr(config, "image_config", None) or config
 
 
 def _spectrogram(config: Any) -> tuple[int, ...]:

@@ -163,7 +163,10 @@ def _tokens(source: Source, graphs: Export, text: str | os.PathLike[str] | None)
     is_causal = graphs.generates and graphs.form is not Form.SEQUENCES and pictures.BEGINS not in graphs.programs
     if not is_causal or source.tokenizer is None:
         if text is not None:
-            raise UserError(f"--text {os.fspath(text)}: perplexity needs a causal language model and its tokenizer")
+            raise UserError(
+                f"--text {os.fspath(text)}: perplexity needs a causal language model, none of whose tokens sees later "
+                "ones, and its tokenizer"
+            )
         return None
     words = TEXT if text is None else Path(text).read_text(encoding="utf-8")
     ids = source.tokenizer(words, return_tensors="pt", verbose=False)["input_ids"]

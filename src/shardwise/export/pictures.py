@@ -19,8 +19,10 @@ READS, BEGINS, CONTINUES = "decoder_model_merged", "decoder_model", "decoder_wit
 """Graphs of the decoder: one that reads any number of tokens after any others; or one for prompts and one for each
 further token, where tokens of a picture are read otherwise than those of a text."""
 
-_SIZES = ("image_sizes", "image_grid_thw")
+_SIZES = {"image_sizes", "image_grid_thw"}
 """What says how large each picture is, where a graph would have to be traced for every size."""
+_PREFIXED = ("paligemma",)
+"""Model types whose tokens of one prompt all see one another, pictures and text; `token_type_ids` are 0 for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,32 +40,47 @@ class Pictures:
     first_position: int
     """The position of a text's first token."""
 
+    type: int
+    """What `token_type_ids` are at these tokens, if the model takes any; 0 at those of text."""
+
     @classmethod
-    def of(cls, model: Any, shape: tuple[int, ...]) -> Pictures:
-        """Return what a model does with pictures of a shape (channels, height, width).
+    def of(cls, model: Any, shape: tuple[int, ...] | None) -> Pictures:
+        """Return what a model does with pictures of a shape (channels, height, width); None = its configuration names
+        none.
 
         Raises UserError if that is not known: it takes more than pixels, as of pictures of any size, or it puts their
         features elsewhere.
         """
-        config = model.config
+        name, config = type(model).__name__, model.config
         token = getattr(config, "image_token_id", None)
         seeing = _seeing(model)
-        if config.is_encoder_decoder or token is None or seeing is None:
-            raise UserError(f"{type(model).__name__} does not put pictures in place of tokens{_IN_PARTS}")
-        sized = [name for name in _SIZES if name in inspect.signature(seeing).parameters]
-        if sized:
-            raise UserError(f"{type(model).__name__} takes {sized[0]} with its pictures, of any size{_IN_PARTS}")
+        if config.is_encoder_decoder:
+            raise UserError(f"{name} reads pictures beside an encoder of text{_IN_PARTS}")
+        if token is None or seeing is None:
+            raise UserError(f"{name} does not put pictures in place of tokens{_IN_PARTS}")
+        taken = {*_parameters(seeing), *_parameters(model.get_encoder(modality="image").forward)}
+        if shape is None or taken & _SIZES:
+            why = f" ({min(taken & _SIZES)})" if taken & _SIZES else ""
+            raise UserError(f"{name} takes pictures of any size{why}{_IN_PARTS}")
         refused = ""
         for seen in (shape, (1, *shape)):  # Idefics and SmolVLM take several pictures for each row
             try:
                 with torch.no_grad():
                     features = features_of(model, torch.ones(1, *seen))
+                tokens = features[0].numel() // features[0].shape[-1]
+                first = _first_position(model)
+            except UserError:
+                raise
             except Exception as error:  # whatever a model says of inputs that it cannot take
                 refused = refused or one_line(error, with_type=True)
-                continue
-            one = features[0]
-            return cls(int(token), one.numel() // one.shape[-1], _is_list(features), seen, _first_position(model))
-        raise UserError(f"{type(model).__name__} cannot see pictures by their pixels alone ({refused}){_IN_PARTS}")
+            else:
+                marked = 0 if config.model_type in _PREFIXED else 1
+                return cls(int(token), tokens, _is_list(features), seen, first, marked)
+        raise UserError(f"{name} cannot see pictures by their pixels alone ({refused}){_IN_PARTS}")
+
+
+def _parameters(function: Any) -> set[str]:
+    return set(inspect.signature(function).parameters)
 
 
 _IN_PARTS = (
@@ -75,7 +92,10 @@ _IN_PARTS = (
 def features_of(model: Any, pixel_values: Tensor) -> Any:
     """Return the features of pictures [pictures, tokens, width], or a list of them by picture."""
     returned = _seeing(model)(pixel_values=pixel_values, return_dict=True)
-    return getattr(returned, "pooler_output", returned)
+    features = getattr(returned, "pooler_output", returned)
+    if not isinstance(features, (Tensor, list, tuple)):
+        raise TypeError(f"its features are {type(features).__name__}")
+    return features
 
 
 def _seeing(model: Any) -> Any:

@@ -15,8 +15,8 @@ from shardwise.export.pictures import Pictures
 
 Array = npt.NDArray[Any]
 PAST, PRESENT = "past_key_values.", "present."
-STAGES = {Form.STAGES: ("prefill", "decode"), Form.PARTS: (pictures.BEGINS, pictures.CONTINUES)}
-"""By form: the graphs of the first and of each further token, where these are two."""
+_FIRST_AND_NEXT = {Form.STAGES: ("prefill", "decode"), Form.PARTS: (pictures.BEGINS, pictures.CONTINUES)}
+"""By form: the graphs of the first and of each further token, where these are two and take no encoder's output."""
 
 
 class Session:
@@ -113,12 +113,12 @@ class Session:
         """The graphs of the first and of each further token."""
         if self._form is Form.PARTS and pictures.READS in self._graphs:
             return pictures.READS, pictures.READS
-        return STAGES.get(self._form, ("model", "model"))
+        return _FIRST_AND_NEXT.get(self._form, ("model", "model"))
 
     def _embedded(self, arguments: dict[str, Array], sees: bool) -> dict[str, Array]:
         """Return the arguments with embeddings in place of tokens, and of pictures if it `sees` them; as they are for
         models that take no pictures in their text."""
-        if self._form is not Form.PARTS or self._pictures is None:
+        if self._pictures is None:
             return arguments
         ids = arguments["input_ids"]
         places = (ids == self._pictures.token) & sees & ("pixel_values" in arguments)

@@ -70,7 +70,11 @@ class Reference:
         self._tokens = max(1, min(_TOKENS, inputs.longest - _PROMPT.length - 4))
         self._prompt = inputs.make(inputs.with_room(_PROMPT))
         with torch.no_grad():
-            self._outputs = [_named(model(**arguments)) for arguments in self._arguments]
+            self._columns = [inputs.columns(arguments) for arguments in self._arguments]
+            self._outputs = [
+                _at(columns, _named(model(**arguments)))
+                for columns, arguments in zip(self._columns, self._arguments, strict=True)
+            ]
             self._greedy = None
             if inputs.pictures is not None:
                 self._greedy = _greedy_with_cache(model, self._prompt, self._tokens)
@@ -91,12 +95,16 @@ class Reference:
         given: object = ""
         difference, same, answers = 0.0, 0, 0
         try:
-            for shape, arguments, expected in zip(self._shapes, self._arguments, self._outputs, strict=True):
+            for shape, arguments, columns, expected in zip(
+                self._shapes, self._arguments, self._columns, self._outputs, strict=True
+            ):
                 given = shape
-                found = session.forward(_arrays(arguments))
-                difference = _worse(difference, _difference(expected, found, arguments.get("attention_mask")))
+                found = _at(columns, session.forward(_arrays(arguments)))
+                mask = arguments.get("attention_mask")
+                mask = mask if mask is None or columns is None else mask[:, columns]
+                difference = _worse(difference, _difference(expected, found, mask))
                 if not self._generates and "logits" in found:
-                    agreed = _agreed(expected["logits"], found["logits"], arguments.get("attention_mask"))
+                    agreed = _agreed(expected["logits"], found["logits"], mask)
                     same, answers = same + int(agreed.sum()), answers + agreed.size
             if self._greedy is not None:
                 given = "generation"
@@ -113,6 +121,12 @@ class Reference:
 def _named(returned: Mapping[str, Any]) -> dict[str, Array]:
     """Return the tensors that a forward returns, by name."""
     return {name: value.numpy() for name, value in returned.items() if isinstance(value, Tensor)}
+
+
+def _at(columns: Tensor | None, outputs: dict[str, Array]) -> dict[str, Array]:
+    """Return the logits [batch, length, vocabulary] at some columns; None = the outputs as they are. Logits at a
+    picture's tokens, of which there may be a thousand, say nothing."""
+    return outputs if columns is None else {"logits": outputs["logits"][:, columns.numpy()]}
 
 
 def _arrays(arguments: Mapping[str, Tensor]) -> dict[str, Array]:
