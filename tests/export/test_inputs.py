@@ -1,5 +1,6 @@
 """Inputs that are made up."""
 
+import contextlib
 import re
 import types
 
@@ -8,6 +9,7 @@ import torch
 import transformers
 
 from shardwise.errors import UserError
+from shardwise.export import source
 from shardwise.export.inputs import Inputs, Shape
 from shardwise.export.pictures import Pictures
 
@@ -144,3 +146,12 @@ def test_pictures_that_do_not_come_in_place_of_tokens_are_refused():
     config = transformers.GitConfig(**{**SIZES, "vocab_size": 9}, vision_config=EYES)
     with pytest.raises(UserError, match="GitForCausalLM does not put pictures in place of tokens"):
         Inputs(transformers.GitForCausalLM(config), pad_left=True)
+
+
+def test_two_decoders_take_more_memory(monkeypatch):
+    model = gemma()
+    weights = 4 * sum(parameter.numel() for parameter in model.parameters())
+    for free, is_refused in ((4 * weights, True), (6 * weights, False)):
+        monkeypatch.setattr("shardwise.device_tools.free_host_bytes", lambda free=free: free)
+        with pytest.raises(UserError, match="takes about") if is_refused else contextlib.nullcontext():
+            source._refuse_large(type(model), model.config, "it", source.TIMES)

@@ -150,8 +150,8 @@ class Embedding(nn.Module):
 
 
 def reads_prompts_otherwise(model: Any) -> bool:
-    """Whether tokens of a prompt may see later ones, as those of one picture do in Gemma 3."""
-    return "token_type_ids" in inspect.signature(model.forward).parameters
+    """Whether tokens of a prompt may see later ones, as those of one picture do in Gemma 3. `model` may be a class."""
+    return {"pixel_values", "token_type_ids"} <= _parameters(model.forward)
 
 
 def without_pixels(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:

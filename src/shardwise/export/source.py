@@ -16,11 +16,12 @@ from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.interchange.model_directories import find_model
 from shardwise.checkpoint.interchange.safetensors_files import configuration_of
 from shardwise.errors import CheckpointError, UsageError, one_line
+from shardwise.export import pictures
 from shardwise.tables import format_bytes
 
-TIMES, TIMES_QUANTIZED = 3, 5
-"""Memory that an export takes, in times the weights' in fp32, without and with quantization (`docs/export.md` has what
-was measured)."""
+TIMES, TIMES_QUANTIZED, TIMES_MORE = 3, 5, 2
+"""Memory that an export takes, in times the weights' in fp32, without and with quantization, and how much more where
+there are two decoders (`docs/export.md` has what was measured)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ def _refuse_large(model_class: Any, config: Any, text: str, times: int) -> None:
     """Raise UsageError if an export of this model would take more memory than there is."""
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in model_class(config).parameters())
+    if pictures.reads_prompts_otherwise(model_class) and model_class.can_generate():
+        times += TIMES_MORE
     needed, free = times * 4 * numel, device_tools.free_host_bytes()
     if needed > free:
         raise UsageError(
