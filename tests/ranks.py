@@ -153,7 +153,7 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 180.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
         """Call function(*arguments) on every rank. Returns the results by rank.
 
         Raises:

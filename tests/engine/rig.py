@@ -37,7 +37,7 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 # Running on ranks -----------------------------------------------------------------------------------------------------
 
 
-def on_ranks(*world_sizes: int, timeout_s: float = 180.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(*world_sizes: int, timeout_s: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of a function so that it runs on every rank. The function's parameters come from pytest as usual."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
