@@ -77,7 +77,9 @@ def gemma():
 
 def test_pictures_in_a_prompt():
     inputs = Inputs(gemma(), pad_left=True)
-    assert inputs.pictures == Pictures(token=7, tokens=4, one_by_one=False, shape=(3, 8, 8), first_position=0, type=1)
+    assert inputs.pictures == Pictures(
+        token=7, tokens=4, one_by_one=False, shape=(3, 8, 8), first_position=0, token_type=1
+    )
     shape = inputs.with_room(Shape(2, 3, padded=True))
     made = inputs.make(shape)
     assert shape.length == 7
@@ -91,7 +93,7 @@ def test_one_by_one_if_the_model_separates_them():
     vision, text = {"model_type": "clip_vision_model", **EYES}, {"model_type": "llama", **TEXT}
     config = transformers.LlavaConfig(image_token_index=7, text_config=text, vision_config=vision)
     found = Inputs(transformers.LlavaForConditionalGeneration(config), pad_left=True).pictures
-    assert found == Pictures(token=7, tokens=4, one_by_one=True, shape=(3, 8, 8), first_position=0, type=1)
+    assert found == Pictures(token=7, tokens=4, one_by_one=True, shape=(3, 8, 8), first_position=0, token_type=1)
 
 
 def test_positions_begin_where_the_model_begins_them():

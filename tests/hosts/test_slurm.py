@@ -100,6 +100,13 @@ class Cluster:
             assert time.monotonic() < deadline, f"not within {seconds} s: {what}\n{self.said()}"
             time.sleep(0.5)
 
+    def check_resumed(self, before: dict[int, float]) -> None:
+        """Check that the job went on from a checkpoint, and that its losses are those of the launch before."""
+        assert re.search(r"resuming from runs/run/checkpoints/step-\d+: step \d+ is next", self.said())
+        after = self.job.losses()
+        assert sorted(after) == list(range(1, STEPS + 1))
+        assert {step: after[step] for step in before} == before
+
 
 @pytest.fixture
 def cluster(hosts: tuple[Host, Host], tmp_path: Path) -> Cluster:
@@ -120,10 +127,7 @@ def test_a_job_is_started_again_when_its_first_host_is_back(cluster: Cluster) ->
     first.mend()
     cluster.join(first)
     cluster.wait_until("the end", lambda: cluster.state(number) == "COMPLETED", 300)
-    after = cluster.job.losses()
-    assert sorted(after) == list(range(1, STEPS + 1))
-    assert {step: after[step] for step in before} == before
-    assert re.search(r"resuming from runs/run/checkpoints/step-\d+: step \d+ is next", cluster.said())
+    cluster.check_resumed(before)
 
 
 @pytest.mark.slow
@@ -134,10 +138,7 @@ def test_a_job_that_is_put_back_into_the_queue_resumes(cluster: Cluster) -> None
     cluster.ask("scontrol", "requeue", number)
     before = cluster.job.losses()
     cluster.wait_until("the end", lambda: cluster.state(number) == "COMPLETED", 300)
-    after = cluster.job.losses()
-    assert sorted(after) == list(range(1, STEPS + 1))
-    assert {step: after[step] for step in before} == before
-    assert re.search(r"resuming from runs/run/checkpoints/step-\d+: step \d+ is next", cluster.said())
+    cluster.check_resumed(before)
 
 
 @pytest.mark.slow
@@ -150,7 +151,5 @@ def test_the_signal_before_the_time_limit_loses_no_step(cluster: Cluster) -> Non
     before = cluster.job.losses()
     again = cluster.submit("checkpoint.every=100")
     cluster.wait_until("the end", lambda: cluster.state(again) == "COMPLETED", 300)
-    after = cluster.job.losses()
-    assert sorted(after) == list(range(1, STEPS + 1))
-    assert {step: after[step] for step in before} == before
+    cluster.check_resumed(before)
     assert f"step {max(before) + 1} is next" in cluster.said()

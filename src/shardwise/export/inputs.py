@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import UserError
-from shardwise.export.pictures import Pictures
+from shardwise.export.pictures import IN_PARTS, Pictures
 
 _SEED = 20
 _LONGEST = 17
@@ -56,10 +56,7 @@ class Inputs:
             known = ", ".join(("input_ids", *_MAKERS))
             raise UserError(f"{type(model).__name__} takes {self.main}: only models of {known} can be exported")
         if self.is_text and "input_features" in self._takes:
-            raise UserError(
-                f"{type(model).__name__} takes text together with input_features: export its parts from Python with "
-                "transformers.exporters.OnnxExporter().export_for_generation(model, inputs, config)"
-            )
+            raise UserError(f"{type(model).__name__} takes text together with input_features{IN_PARTS}")
         self.pictures: Pictures | None = None
         """What a model that generates text does with pictures; None if it takes none, or generates nothing."""
         if self._sees and model.can_generate():
@@ -137,7 +134,7 @@ class Inputs:
         if "token_type_ids" in self._takes and (getattr(self._text, "type_vocab_size", 0) or 0) > 1:
             made["token_type_ids"] = torch.zeros_like(ids)
         elif "token_type_ids" in self._takes and self.pictures is not None:
-            made["token_type_ids"] = (ids == self.pictures.token).long() * self.pictures.type
+            made["token_type_ids"] = (ids == self.pictures.token).long() * self.pictures.token_type
         if "position_ids" in self._takes and self._pad_left:
             first = 0 if self.pictures is None else self.pictures.first_position
             made["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first

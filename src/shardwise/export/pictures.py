@@ -19,6 +19,11 @@ READS, BEGINS, CONTINUES = "decoder_model_merged", "decoder_model", "decoder_wit
 """Graphs of the decoder: one that reads any number of tokens after any others; or one for prompts and one for each
 further token, where tokens of a picture are read otherwise than those of a text."""
 
+IN_PARTS = (
+    ": export its parts from Python with transformers.exporters.OnnxExporter().export_for_generation(model, inputs, "
+    "config)"
+)
+"""The end of a refusal: what the user can do instead."""
 _SIZES = {"image_sizes", "image_grid_thw"}
 """What says how large each picture is, where a graph would have to be traced for every size."""
 _PREFIXED = ("paligemma",)
@@ -39,8 +44,7 @@ class Pictures:
     """Of a picture as the model takes it, `pixel_values` without the batch."""
     first_position: int
     """The position of a text's first token."""
-
-    type: int
+    token_type: int
     """What `token_type_ids` are at these tokens, if the model takes any; 0 at those of text."""
 
     @classmethod
@@ -55,13 +59,13 @@ class Pictures:
         token = getattr(config, "image_token_id", None)
         seeing = _seeing(model)
         if config.is_encoder_decoder:
-            raise UserError(f"{name} reads pictures beside an encoder of text{_IN_PARTS}")
+            raise UserError(f"{name} reads pictures beside an encoder of text{IN_PARTS}")
         if token is None or seeing is None:
-            raise UserError(f"{name} does not put pictures in place of tokens{_IN_PARTS}")
+            raise UserError(f"{name} does not put pictures in place of tokens{IN_PARTS}")
         taken = {*_parameters(seeing), *_parameters(model.get_encoder(modality="image").forward)}
         if shape is None or taken & _SIZES:
             why = f" ({min(taken & _SIZES)})" if taken & _SIZES else ""
-            raise UserError(f"{name} takes pictures of any size{why}{_IN_PARTS}")
+            raise UserError(f"{name} takes pictures of any size{why}{IN_PARTS}")
         refused = ""
         for seen in (shape, (1, *shape)):  # Idefics and SmolVLM take several pictures for each row
             try:
@@ -76,17 +80,11 @@ class Pictures:
             else:
                 marked = 0 if config.model_type in _PREFIXED else 1
                 return cls(int(token), tokens, _is_list(features), seen, first, marked)
-        raise UserError(f"{name} cannot see pictures by their pixels alone ({refused}){_IN_PARTS}")
+        raise UserError(f"{name} cannot see pictures by their pixels alone ({refused}){IN_PARTS}")
 
 
 def _parameters(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
-
-
-_IN_PARTS = (
-    ": export its parts from Python with transformers.exporters.OnnxExporter().export_for_generation(model, inputs, "
-    "config)"
-)
 
 
 def features_of(model: Any, pixel_values: Tensor) -> Any:
@@ -120,7 +118,7 @@ def _first_position(model: Any) -> int:
     ).get("position_ids")
     found = positions if given is None else given
     if found.shape != positions.shape:
-        raise UserError(f"{type(model).__name__} has positions in several dimensions{_IN_PARTS}")
+        raise UserError(f"{type(model).__name__} has positions in several dimensions{IN_PARTS}")
     return int(found[0, 0])
 
 
@@ -161,8 +159,6 @@ def without_pixels(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         for name, value in arguments.items()
         if value is not None and name not in {"input_ids", "pixel_values", "mm_encoder_outputs"}
     }
-    return {**kept, "inputs_embeds": model.get_input_embeddings()(arguments["input_ids"].clamp(max=_last(model)))}
-
-
-def _last(model: Any) -> int:
-    return int(model.get_input_embeddings().num_embeddings) - 1
+    embedding = model.get_input_embeddings()
+    ids = arguments["input_ids"].clamp(max=embedding.num_embeddings - 1)  # a picture's may be beyond the vocabulary
+    return {**kept, "inputs_embeds": embedding(ids)}
