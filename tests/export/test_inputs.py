@@ -107,12 +107,10 @@ def test_positions_begin_where_the_model_begins_them():
     assert not made["token_type_ids"].any()
 
 
-def qwen():
+def paddle():
     text = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-    config = transformers.Qwen2VLConfig(
-        text_config=text, vision_config={"embed_dim": 16, "hidden_size": 16, "depth": 1, "num_heads": 2}
-    )
-    return transformers.Qwen2VLForConditionalGeneration(config)
+    config = transformers.PaddleOCRVLConfig(image_token_id=7, text_config=text, vision_config=EYES)
+    return transformers.PaddleOCRVLForConditionalGeneration(config)
 
 
 def pixtral():
@@ -130,7 +128,7 @@ def chameleon():
 
 @pytest.mark.parametrize(
     ("build", "why"),
-    [(qwen, "any size (image_grid_thw)"), (pixtral, "any size (image_sizes)"), (chameleon, "any size")],
+    [(paddle, "any size (image_grid_thw)"), (pixtral, "any size (image_sizes)"), (chameleon, "any size")],
 )
 def test_pictures_of_any_size_are_refused(build, why):
     with pytest.raises(UserError, match=re.escape(f"takes pictures of {why}: export its parts")):

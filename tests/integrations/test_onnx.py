@@ -201,6 +201,50 @@ def gemma3() -> Any:
     return model
 
 
+def qwen(name: str, **seeing: Any) -> Any:
+    """A model whose pictures have any size."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    config = getattr(transformers, f"{name}Config")(
+        image_token_id=PICTURE,
+        video_token_id=61,
+        vision_start_token_id=62,
+        vision_end_token_id=63,
+        text_config={**TEXT, "rope_parameters": rope},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "out_hidden_size": 32,
+            "depth": 2,
+            "num_heads": 2,
+            "patch_size": 4,
+            **seeing,
+        },
+    )
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config)
+
+
+def windows() -> Any:
+    return qwen("Qwen2_5_VL", window_size=16, fullatt_block_indexes=[1])
+
+
+def deeper() -> Any:
+    return qwen("Qwen3VL", num_position_embeddings=16, deepstack_visual_indexes=[0])
+
+
+def on_axes(ids: np.ndarray, mask: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """The positions of tokens, [3, batch, length]: those of a picture are its place in the text, a row and a column."""
+    positions = np.zeros((3, *ids.shape), np.int64)
+    pictures = iter(sizes[:, 1:] // 2)
+    for row in range(len(ids)):
+        column, place = int((mask[row] == 0).sum()), 0
+        while column < ids.shape[1]:
+            rows, columns = next(pictures) if ids[row, column] == PICTURE else (1, 1)
+            here = slice(column, column + rows * columns)
+            positions[:, row, here] = place + np.stack([np.zeros((rows, columns)), *np.indices((rows, columns))]).reshape(3, -1)
+            column, place = here.stop, place + max(rows, columns)
+    return positions
+
+
 def about_pictures(
     directory: Path, given: dict[str, np.ndarray], first_position: int, tokens: int
 ) -> tuple[list[list[int]], np.ndarray]:
@@ -228,14 +272,23 @@ def about_pictures(
     embeds = run("embed_tokens", input_ids=given["input_ids"])["inputs_embeds"]
     is_fixed = graphs["vision_encoder"].get_inputs()[0].shape[0] == 1
     pictures = [picture[None] for picture in given["pixel_values"]] if is_fixed else [given["pixel_values"]]
-    seen = [run("vision_encoder", pixel_values=one)["image_features"].reshape(-1, embeds.shape[-1]) for one in pictures]
-    embeds[given["input_ids"] == PICTURE] = np.concatenate(seen)
+    sizes = given.get("image_grid_thw")
+    seen = [run("vision_encoder", pixel_values=one, grid_thw=sizes) for one in pictures]
+    features = [one["image_features"].reshape(-1, embeds.shape[-1]) for one in seen]
+    is_picture = given["input_ids"] == PICTURE
+    embeds[is_picture] = np.concatenate(features)
+    deeper = np.zeros((1, *embeds.shape), np.float32)
+    if "deepstack_features" in seen[0]:
+        deeper[:, is_picture] = seen[0]["deepstack_features"]
     mask, made, logits, name = given["attention_mask"], [], [], first
+    positions = np.maximum(mask.cumsum(1) - 1, 0) + first_position
+    if sizes is not None:
+        positions = on_axes(given["input_ids"], mask, sizes)
     while True:
-        positions = (np.maximum(mask.cumsum(1) - 1, 0) + first_position)[:, -embeds.shape[1] :]
         outputs = run(
             name,
             inputs_embeds=embeds,
+            deepstack_features=deeper,
             attention_mask=mask,
             position_ids=positions,
             token_type_ids=given.get("token_type_ids"),
@@ -246,6 +299,7 @@ def about_pictures(
         if len(made) == tokens:
             return np.concatenate(made, 1).tolist(), logits[0]
         name, mask = later, np.concatenate([mask, np.ones_like(made[-1])], 1)
+        positions, deeper = positions[..., -1:] + 1, 0 * deeper[:, :, -1:]
         embeds = run("embed_tokens", input_ids=made[-1])["inputs_embeds"]
         kept = {name: value for name, value in outputs.items() if name.startswith("present.")}
         past = {name.replace("present", "past_key_values"): value for name, value in kept.items()}
@@ -284,6 +338,32 @@ def test_models_of_text_and_pictures_are_parts(build, decoders, first_position, 
     swapped = {**arrays, "pixel_values": arrays["pixel_values"][::-1].copy()}
     _, others = about_pictures(tmp_path / "onnx", swapped, first_position, 1)
     assert np.abs(logits - others).max(1).min() > 1e-4  # each row is told of its own picture
+
+
+@pytest.mark.parametrize("build", [windows, pytest.param(deeper, marks=pytest.mark.slow)])
+def test_pictures_of_any_size(build, tmp_path):
+    model = write(build, tmp_path / "model")
+    exported = export_onnx(tmp_path / "model", tmp_path / "onnx")
+    assert exported.checked.passes(1e-5)
+    assert exported.inputs["vision_encoder"] == ("pixel_values", "grid_thw")
+
+    sizes = torch.tensor([[1, 10, 6], [1, 2, 6], [1, 4, 12]])  # 15 tokens in the first text, 3 and 12 in the second
+    ids = torch.randint(3, 59, (2, 21), generator=torch.Generator().manual_seed(1))
+    ids[0, 2:17] = ids[1, 4:7] = ids[1, 8:20] = PICTURE
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    pixels = torch.randn(int(sizes.prod(1).sum()), 96, generator=torch.Generator().manual_seed(2))
+    given = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels, "image_grid_thw": sizes}
+    kinds = {"mm_token_type_ids": (ids == PICTURE).int()}
+    made = model.generate(**given, **kinds, do_sample=False, max_new_tokens=8, min_new_tokens=8)[:, 21:].tolist()
+    arrays = {name: value.numpy() for name, value in given.items()}
+    answers, logits = about_pictures(tmp_path / "onnx", arrays, 0, 8)
+    assert answers == made
+    with torch.no_grad():
+        expected = model(**given, **kinds).logits[:, -1]
+    assert np.abs(logits - expected.numpy()).max() < 1e-5
+    _, others = about_pictures(tmp_path / "onnx", {**arrays, "pixel_values": arrays["pixel_values"][::-1].copy()}, 0, 1)
+    assert np.abs(logits - others).max(1).min() > 1e-4
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from shardwise.export.pictures import Pictures
 
 _TRACED = Shape(2, 7, True)
 """What a graph is traced with: every size above one, because torch.export takes zero and one for constants."""
-_ONE_SIZE = ("pixel_values", "input_features")
+_PIXELS = "pixel_values"
+_ONE_SIZE = (_PIXELS, "input_features")
 """Inputs of which a model takes one size; their batch alone may vary."""
 _BATCH = {0: torch.export.Dim.AUTO}
 _OPEN = ("input_ids", "inputs_embeds", "attention_mask", "encoder_attention_mask")
@@ -99,9 +100,8 @@ def _by_transformers(model: Any, inputs: Inputs, generates: bool, opset: int) ->
     exporter = exporter()
 
     def traced(module: Any, sample: dict[str, Any]) -> Any:
-        sized = [name for name in _ONE_SIZE if name in sample]
-        batch = None if inputs.pictures is not None and inputs.pictures.one_by_one else _BATCH
-        shapes = {**get_auto_dynamic_shapes(sample), **dict.fromkeys(sized, batch)} if sized else None
+        of_one_size = _sizes(sample, inputs.pictures)
+        shapes = {**get_auto_dynamic_shapes(sample), **of_one_size} if of_one_size else None
         config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=opset)
         program = exporter.export(module, sample, config).program
         _drop_unused(program.graph)
@@ -131,11 +131,19 @@ def _by_transformers(model: Any, inputs: Inputs, generates: bool, opset: int) ->
     return Export(Form.STAGES, {name: traced(*stage) for name, stage in stages.items()}, True, "transformers")
 
 
+def _sizes(sample: dict[str, Any], known: Pictures | None) -> dict[str, Any]:
+    """Return which sizes stay open of the arguments some of whose sizes do not."""
+    if known is not None and known.grid is not None:
+        patches = {0: known.grid.merged**2 * torch.export.Dim("tokens")}
+        return {name: sizes for name, sizes in ((_PIXELS, patches), (pictures.GRID, _BATCH)) if name in sample}
+    batch = None if known is not None and known.one_by_one else _BATCH
+    return {name: batch for name in _ONE_SIZE if name in sample}
+
+
 def _parts(model: Any, sample: dict[str, Any], known: Pictures) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Return the parts of a model of text and pictures, and the arguments of their forwards, by the graph's name."""
-    seen = sample["pixel_values"][: 1 if known.one_by_one else None]
     parts: dict[str, tuple[Any, dict[str, Any]]] = {
-        pictures.SEES: (pictures.Seeing(model), {"pixel_values": seen}),
+        pictures.SEES: pictures.seeing(model, sample, known),
         pictures.EMBEDS: (pictures.Embedding(model), {"input_ids": sample["input_ids"]}),
     }
     decoder = {}
@@ -148,7 +156,7 @@ def _parts(model: Any, sample: dict[str, Any], known: Pictures) -> dict[str, tup
         stages["decode"][1].pop("token_type_ids", None)  # it is read for prompts alone
         decoder = {pictures.BEGINS: stages["prefill"], pictures.CONTINUES: stages["decode"]}
     for name, (module, arguments) in decoder.items():
-        parts[name] = module, pictures.without_pixels(model, arguments)
+        parts[name] = module, pictures.without_pixels(model, arguments, known)
     return parts
 
 
@@ -239,6 +247,8 @@ def _decoder_input(name: str) -> str:
 def _kept(name: str, prefix: str) -> str:
     """Return the name of a part of a cache with its new prefix; other names as they are."""
     plain = name.removeprefix("input.").removeprefix("output.")
+    if plain == pictures.GRID:
+        return pictures.GRID_INPUT
     for argument in _CACHES:
         if plain.startswith(f"{argument}."):
             rest = plain.removeprefix(f"{argument}.")

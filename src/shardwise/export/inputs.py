@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import UserError
-from shardwise.export.pictures import IN_PARTS, Pictures
+from shardwise.export.pictures import GRID, IN_PARTS, Pictures
 
 _SEED = 20
 _LONGEST = 17
-"""Number of tokens in the longest made-up sequence, if the model has so many positions."""
+"""Number of tokens in the longest made-up sequence of a batch, if the model has so many positions."""
+_LONG = 300
+"""Number of tokens in a sequence by itself that is longer than the pieces in which models work through one."""
 _IMAGE, _CHANNELS = 224, 3
 _WAVE = 16_000
 
@@ -88,6 +90,9 @@ class Inputs:
         longest = max(4, min(_LONGEST, self.longest - reserve - 4))
         half = max(3, longest // 2)
         shapes = [Shape(1, 3), Shape(2, half), Shape(2, half, True), Shape(3, longest, True)]
+        long = min(_LONG, self.longest - reserve - 4)
+        if long > longest:
+            shapes.append(Shape(1, long))
         return [self.with_room(shape) for shape in shapes]
 
     def with_room(self, shape: Shape) -> Shape:
@@ -107,10 +112,12 @@ class Inputs:
         ids = ids.masked_fill(mask == 0, pad or 0)
         if self.pictures is not None:  # each row ends with a picture and a token
             ids[:, -1 - self.pictures.tokens : -1] = self.pictures.token
-        made = self.with_mask(ids, mask)
+        grid = None if self.pictures is None else self.pictures.grid
+        made = self.with_mask(ids, mask, None if grid is None else grid.sizes(shape.batch))
         if self._sees:
             size = _image(self._config) if self.pictures is None else self.pictures.shape
-            made["pixel_values"] = torch.randn(shape.batch, *size, generator=generator)
+            number = shape.batch if grid is None else grid.patches(shape.batch)
+            made["pixel_values"] = torch.randn(number, *size, generator=generator)
         return made
 
     def columns(self, arguments: dict[str, Tensor]) -> Tensor | None:
@@ -125,8 +132,13 @@ class Inputs:
             mask[row, slice(0, short) if self._pad_left else slice(shape.length - short, None)] = 0
         return mask
 
-    def with_mask(self, ids: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the arguments for token ids and their mask, both [batch, length] int64; None = no padding."""
+    def with_mask(self, ids: Tensor, mask: Tensor | None = None, sizes: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the arguments for token ids and their mask, both [batch, length] int64; None = no padding.
+
+        Args:
+            ids, mask: as above.
+            sizes: of the pictures in the rows, [pictures, 3], where a model takes any; None = the rows have none.
+        """
         mask = torch.ones_like(ids) if mask is None else mask
         made = {"input_ids": ids}
         if "attention_mask" in self._takes:
@@ -138,6 +150,20 @@ class Inputs:
         if "position_ids" in self._takes and self._pad_left:
             first = 0 if self.pictures is None else self.pictures.first_position
             made["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first
+        if self.pictures is not None and self.pictures.grid is not None:
+            made.update(self._on_axes(ids, mask, sizes, self.pictures))
+        return made
+
+    def _on_axes(self, ids: Tensor, mask: Tensor, sizes: Tensor | None, known: Pictures) -> dict[str, Tensor]:
+        """Return what a model with pictures of any size is told beside ids and pixels."""
+        made = {} if sizes is None else {GRID: sizes}
+        kinds = (ids == known.token).int()
+        if sizes is not None and "mm_token_type_ids" in self._takes:
+            made["mm_token_type_ids"] = kinds
+        if known.rope is not None and sizes is None:
+            made["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0).expand(3, -1, -1)
+        elif known.rope is not None:
+            made["position_ids"] = known.rope(ids, mm_token_type_ids=kinds, attention_mask=mask, **{GRID: sizes})[0]
         return made
 
     def _without_special(self, ids: Tensor) -> Tensor:

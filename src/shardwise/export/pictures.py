@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError, one_line
+from shardwise.export import grids
+from shardwise.export.grids import Grid
 
 SEES, EMBEDS = "vision_encoder", "embed_tokens"
 READS, BEGINS, CONTINUES = "decoder_model_merged", "decoder_model", "decoder_with_past_model"
@@ -24,8 +26,12 @@ IN_PARTS = (
     "config)"
 )
 """The end of a refusal: what the user can do instead."""
-_SIZES = {"image_sizes", "image_grid_thw"}
+GRID, GRID_INPUT = "image_grid_thw", "grid_thw"
+"""Rows and columns of the patches of each picture: for the model, and for the graph that sees."""
+_SIZES = "image_sizes"
 """What says how large each picture is, where a graph would have to be traced for every size."""
+_SEEN = {"input_ids", "pixel_values", "mm_encoder_outputs", "mm_token_type_ids", GRID}
+"""Arguments that a decoder of embeddings does without."""
 _PREFIXED = ("paligemma",)
 """Model types whose tokens of one prompt all see one another, pictures and text; `token_type_ids` are 0 for them."""
 
@@ -41,11 +47,15 @@ class Pictures:
     one_by_one: bool
     """Whether the model separates pictures: a graph then takes one."""
     shape: tuple[int, ...]
-    """Of a picture as the model takes it, `pixel_values` without the batch."""
+    """Of a picture as the model takes it, `pixel_values` without the batch; of a patch where there is a grid."""
     first_position: int
     """The position of a text's first token."""
     token_type: int
     """What `token_type_ids` are at these tokens, if the model takes any; 0 at those of text."""
+    grid: Grid | None = None
+    """How pictures of any size are packed; None if all have one size."""
+    rope: Any = None
+    """The model's method that computes positions on three axes; None if they are on one."""
 
     @classmethod
     def of(cls, model: Any, shape: tuple[int, ...] | None) -> Pictures:
@@ -63,8 +73,12 @@ class Pictures:
         if token is None or seeing is None:
             raise UserError(f"{name} does not put pictures in place of tokens{IN_PARTS}")
         taken = {*_parameters(seeing), *_parameters(model.get_encoder(modality="image").forward)}
-        if shape is None or taken & _SIZES:
-            why = f" ({min(taken & _SIZES)})" if taken & _SIZES else ""
+        grid = _grid(model) if GRID in taken else None
+        if grid is not None:
+            rope = getattr(model.base_model, "get_rope_index", None)
+            return cls(int(token), grids.TOKENS, False, grid.patch, 0, 1, grid, rope)
+        if shape is None or taken & {_SIZES, GRID}:
+            why = f" ({min(taken & {_SIZES, GRID})})" if taken & {_SIZES, GRID} else ""
             raise UserError(f"{name} takes pictures of any size{why}{IN_PARTS}")
         refused = ""
         for seen in (shape, (1, *shape)):  # Idefics and SmolVLM take several pictures for each row
@@ -81,6 +95,13 @@ class Pictures:
                 marked = 0 if config.model_type in _PREFIXED else 1
                 return cls(int(token), tokens, _is_list(features), seen, first, marked)
         raise UserError(f"{name} cannot see pictures by their pixels alone ({refused}){IN_PARTS}")
+
+
+def _grid(model: Any) -> Grid | None:
+    try:
+        return Grid.of(model)
+    except Exception:  # noqa: BLE001 - whatever a model says of inputs that it cannot take
+        return None
 
 
 def _parameters(function: Any) -> set[str]:
@@ -135,6 +156,15 @@ class Seeing(nn.Module):
         return {"image_features": torch.cat(list(features)) if _is_list(features) else features}
 
 
+def seeing(model: Any, sample: dict[str, Tensor], known: Pictures) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return the part of a model that sees, and arguments for it out of those for the model."""
+    pixels = sample["pixel_values"]
+    if known.grid is None:
+        return Seeing(model), {"pixel_values": pixels[: 1 if known.one_by_one else None]}
+    encoder = model.get_encoder(modality="image")
+    return grids.SeeingPatches(encoder), {"pixel_values": pixels, GRID: sample[GRID]}
+
+
 class Embedding(nn.Module):
     """Tokens to embeddings."""
 
@@ -152,13 +182,18 @@ def reads_prompts_otherwise(model: Any) -> bool:
     return {"pixel_values", "token_type_ids"} <= _parameters(model.forward)
 
 
-def without_pixels(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a decoder's forward with embeddings in place of tokens and pixels."""
-    kept = {
-        name: value
-        for name, value in arguments.items()
-        if value is not None and name not in {"input_ids", "pixel_values", "mm_encoder_outputs"}
-    }
+def without_pixels(model: Any, arguments: dict[str, Any], known: Pictures) -> dict[str, Any]:
+    """Return the arguments of a decoder's forward with embeddings in place of tokens and of what is said of pictures.
+
+    The model's decoder takes further features of pictures from then on, if it has any.
+    """
+    kept = {name: value for name, value in arguments.items() if value is not None and name not in _SEEN}
     embedding = model.get_input_embeddings()
     ids = arguments["input_ids"].clamp(max=embedding.num_embeddings - 1)  # a picture's may be beyond the vocabulary
-    return {**kept, "inputs_embeds": embedding(ids)}
+    kept["inputs_embeds"] = embedding(ids)
+    if known.rope is not None:  # before the three axes, transformers puts the places of text
+        kept["position_ids"] = kept["position_ids"][-3:]
+    if known.grid is not None and known.grid.layers:
+        grids.take_deeper(model)
+        kept["deepstack_features"] = torch.zeros(known.grid.layers, *kept["inputs_embeds"].shape)
+    return kept

@@ -101,6 +101,8 @@ class Session:
             returned, grown = _split(self._run("decoder_with_past_model", arguments))
             return returned, {**kept, **grown}
         known["input_ids"] = np.concatenate([known["input_ids"], token], 1)
+        if self._on_axes:
+            known["position_ids"] = known["position_ids"][..., -1:] + 1
         if "attention_mask" in known:
             known["attention_mask"] = np.concatenate([known["attention_mask"], np.ones_like(token)], 1)
         if self._form is Form.FORWARD:
@@ -115,6 +117,11 @@ class Session:
             return pictures.READS, pictures.READS
         return _FIRST_AND_NEXT.get(self._form, ("model", "model"))
 
+    @property
+    def _on_axes(self) -> bool:
+        """Whether positions are on three axes: they are then given."""
+        return self._pictures is not None and self._pictures.rope is not None
+
     def _embedded(self, arguments: dict[str, Array], sees: bool) -> dict[str, Array]:
         """Return the arguments with embeddings in place of tokens, and of pictures if it `sees` them; as they are for
         models that take no pictures in their text."""
@@ -123,12 +130,17 @@ class Session:
         ids = arguments["input_ids"]
         places = (ids == self._pictures.token) & sees & ("pixel_values" in arguments)
         embeds = self._run(pictures.EMBEDS, {"input_ids": np.where(places, 0, ids)})["inputs_embeds"]
+        layers = 0 if self._pictures.grid is None else self._pictures.grid.layers
+        deeper = np.zeros((layers, *embeds.shape), embeds.dtype)
         if places.any():
             pixels = arguments["pixel_values"]
             parts = pixels[:, None] if self._pictures.one_by_one else [pixels]
-            seen = [self._run(pictures.SEES, {"pixel_values": part})["image_features"] for part in parts]
-            embeds[places] = np.concatenate(seen).reshape(-1, embeds.shape[-1])
-        return {**arguments, "inputs_embeds": embeds}
+            sizes = {} if self._pictures.grid is None else {pictures.GRID_INPUT: arguments[pictures.GRID]}
+            seen = [self._run(pictures.SEES, {"pixel_values": part, **sizes}) for part in parts]
+            embeds[places] = np.concatenate([one["image_features"] for one in seen]).reshape(-1, embeds.shape[-1])
+            if layers:
+                deeper[:, places] = seen[0]["deepstack_features"]
+        return {**arguments, "inputs_embeds": embeds, "deepstack_features": deeper}
 
     def _nothing(self, name: str, arguments: Mapping[str, Array]) -> dict[str, Array]:
         """Return the empty keys and values that a graph is given before the first token."""
@@ -149,7 +161,7 @@ class Session:
     def _positions(self, arguments: Mapping[str, Array], last: int | None = None) -> dict[str, Array]:
         """Return the arguments with `position_ids` [batch, length]: padding does not count; of the `last` tokens if
         given. Models without text are left as they are."""
-        if "input_ids" not in arguments:
+        if "input_ids" not in arguments or self._on_axes:
             return dict(arguments)
         mask = arguments.get("attention_mask", np.ones_like(arguments["input_ids"]))
         first = 0 if self._pictures is None else self._pictures.first_position

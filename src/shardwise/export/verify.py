@@ -189,7 +189,7 @@ def _greedy(model: Any, prompt: Mapping[str, Tensor], tokens: int, start: int | 
 def _greedy_with_cache(model: Any, prompt: Mapping[str, Tensor], tokens: int) -> Array:
     """Return the most probable tokens after each prompt [batch, tokens]: pictures are seen once, and tokens of a prompt
     may see later ones, which those that are made may not."""
-    mask, positions = prompt["attention_mask"], prompt["position_ids"][:, -1:]
+    mask, positions = prompt["attention_mask"], prompt["position_ids"][..., -1:]
     returned, made = model(**prompt, use_cache=True), list[Tensor]()
     while True:
         made.append(returned.logits[:, -1].argmax(-1, keepdim=True))
