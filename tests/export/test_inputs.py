@@ -11,6 +11,7 @@ import transformers
 from shardwise.errors import UserError
 from shardwise.export import source
 from shardwise.export.inputs import Inputs, Shape
+from shardwise.export.packing import OneSize
 from shardwise.export.pictures import Pictures
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -77,9 +78,8 @@ def gemma():
 
 def test_pictures_in_a_prompt():
     inputs = Inputs(gemma(), pad_left=True)
-    assert inputs.pictures == Pictures(
-        token=7, tokens=4, one_by_one=False, shape=(3, 8, 8), first_position=0, token_type=1
-    )
+    way = OneSize(shape=(3, 8, 8), tokens=4, one_by_one=False)
+    assert inputs.pictures == Pictures(token=7, packing=way, first_position=0, token_type=1)
     shape = inputs.with_room(Shape(2, 3, padded=True))
     made = inputs.make(shape)
     assert shape.length == 7
@@ -93,7 +93,8 @@ def test_one_by_one_if_the_model_separates_them():
     vision, text = {"model_type": "clip_vision_model", **EYES}, {"model_type": "llama", **TEXT}
     config = transformers.LlavaConfig(image_token_index=7, text_config=text, vision_config=vision)
     found = Inputs(transformers.LlavaForConditionalGeneration(config), pad_left=True).pictures
-    assert found == Pictures(token=7, tokens=4, one_by_one=True, shape=(3, 8, 8), first_position=0, token_type=1)
+    way = OneSize(shape=(3, 8, 8), tokens=4, one_by_one=True)
+    assert found == Pictures(token=7, packing=way, first_position=0, token_type=1)
 
 
 def test_positions_begin_where_the_model_begins_them():
@@ -113,10 +114,12 @@ def paddle():
     return transformers.PaddleOCRVLForConditionalGeneration(config)
 
 
-def pixtral():
-    vision, text = {"model_type": "pixtral", **EYES, "head_dim": 8}, {"model_type": "llama", **TEXT}
-    config = transformers.LlavaConfig(image_token_index=7, text_config=text, vision_config=vision)
-    return transformers.LlavaForConditionalGeneration(config)
+def llava_next():
+    vision, text = {"model_type": "clip_vision_model", **EYES}, {"model_type": "llama", **TEXT}
+    config = transformers.LlavaNextConfig(
+        image_token_index=7, text_config=text, vision_config=vision, image_grid_pinpoints=[[8, 16]]
+    )
+    return transformers.LlavaNextForConditionalGeneration(config)
 
 
 def chameleon():
@@ -128,7 +131,7 @@ def chameleon():
 
 @pytest.mark.parametrize(
     ("build", "why"),
-    [(paddle, "any size (image_grid_thw)"), (pixtral, "any size (image_sizes)"), (chameleon, "any size")],
+    [(paddle, "any size (image_grid_thw)"), (llava_next, "any size (image_sizes)"), (chameleon, "any size")],
 )
 def test_pictures_of_any_size_are_refused(build, why):
     with pytest.raises(UserError, match=re.escape(f"takes pictures of {why}: export its parts")):

@@ -240,7 +240,9 @@ def on_axes(ids: np.ndarray, mask: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         while column < ids.shape[1]:
             rows, columns = next(pictures) if ids[row, column] == PICTURE else (1, 1)
             here = slice(column, column + rows * columns)
-            positions[:, row, here] = place + np.stack([np.zeros((rows, columns)), *np.indices((rows, columns))]).reshape(3, -1)
+            positions[:, row, here] = place + np.stack(
+                [np.zeros((rows, columns)), *np.indices((rows, columns))]
+            ).reshape(3, -1)
             column, place = here.stop, place + max(rows, columns)
     return positions
 
@@ -272,6 +274,9 @@ def about_pictures(
     embeds = run("embed_tokens", input_ids=given["input_ids"])["inputs_embeds"]
     is_fixed = graphs["vision_encoder"].get_inputs()[0].shape[0] == 1
     pictures = [picture[None] for picture in given["pixel_values"]] if is_fixed else [given["pixel_values"]]
+    if "image_sizes" in given:  # they are padded to the largest
+        pairs = zip(pictures, given["image_sizes"], strict=True)
+        pictures = [np.ascontiguousarray(picture[:, :, :height, :width]) for picture, (height, width) in pairs]
     sizes = given.get("image_grid_thw")
     seen = [run("vision_encoder", pixel_values=one, grid_thw=sizes) for one in pictures]
     features = [one["image_features"].reshape(-1, embeds.shape[-1]) for one in seen]
@@ -340,18 +345,49 @@ def test_models_of_text_and_pictures_are_parts(build, decoders, first_position, 
     assert np.abs(logits - others).max(1).min() > 1e-4  # each row is told of its own picture
 
 
-@pytest.mark.parametrize("build", [windows, pytest.param(deeper, marks=pytest.mark.slow)])
-def test_pictures_of_any_size(build, tmp_path):
-    model = write(build, tmp_path / "model")
+@pytest.mark.slow
+def test_padded_pictures_of_any_size(tmp_path):
+    vision, text = {"model_type": "pixtral", **EYES, "head_dim": 8}, {"model_type": "mistral", **TEXT}
+    config = transformers.Mistral3Config(
+        image_token_index=PICTURE, vision_feature_layer=-1, vision_config=vision, text_config=text
+    )
+    model = write(lambda: transformers.Mistral3ForConditionalGeneration(config), tmp_path / "model")
     exported = export_onnx(tmp_path / "model", tmp_path / "onnx")
     assert exported.checked.passes(1e-5)
-    assert exported.inputs["vision_encoder"] == ("pixel_values", "grid_thw")
 
-    sizes = torch.tensor([[1, 10, 6], [1, 2, 6], [1, 4, 12]])  # 15 tokens in the first text, 3 and 12 in the second
+    token = 2 * EYES["patch_size"]
+    sizes = torch.tensor([[5, 3], [1, 3], [2, 6]]) * token
+    ids, mask = two_texts()
+    pixels = torch.randn(3, 3, *sizes.amax(0).tolist(), generator=torch.Generator().manual_seed(2))
+    given = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels, "image_sizes": sizes}
+    made = model.generate(**given, do_sample=False, max_new_tokens=8, min_new_tokens=8)[:, 21:].tolist()
+    arrays = {name: value.numpy() for name, value in given.items()}
+    answers, logits = about_pictures(tmp_path / "onnx", arrays, 0, 8)
+    assert answers == made
+    with torch.no_grad():
+        expected = model(**given).logits[:, -1]
+    assert np.abs(logits - expected.numpy()).max() < 1e-5
+
+
+def two_texts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and a mask: the first text is told of a picture of 15 tokens, the second of one of 3 and one of 12."""
     ids = torch.randint(3, 59, (2, 21), generator=torch.Generator().manual_seed(1))
     ids[0, 2:17] = ids[1, 4:7] = ids[1, 8:20] = PICTURE
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("build", [windows, pytest.param(deeper, marks=pytest.mark.slow)])
+def test_pictures_of_any_size(build, tmp_path):
+    model = write(build, tmp_path / "model", tokenizer=True)
+    exported = export_onnx(tmp_path / "model", tmp_path / "onnx")
+    assert exported.checked.passes(1e-5)
+    assert exported.checked.perplexity == pytest.approx(exported.perplexity, rel=1e-5)
+    assert exported.inputs["vision_encoder"] == ("pixel_values", "grid_thw")
+
+    sizes = torch.tensor([[1, 10, 6], [1, 2, 6], [1, 4, 12]])
+    ids, mask = two_texts()
     pixels = torch.randn(int(sizes.prod(1).sum()), 96, generator=torch.Generator().manual_seed(2))
     given = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels, "image_grid_thw": sizes}
     kinds = {"mm_token_type_ids": (ids == PICTURE).int()}

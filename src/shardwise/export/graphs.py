@@ -9,20 +9,19 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from shardwise.errors import UserError
-from shardwise.export import pictures
+from shardwise.export import delta_rule, packing, pictures
 from shardwise.export.inputs import Inputs, Shape
 from shardwise.export.pictures import Pictures
 
 _TRACED = Shape(2, 7, True)
 """What a graph is traced with: every size above one, because torch.export takes zero and one for constants."""
-_PIXELS = "pixel_values"
-_ONE_SIZE = (_PIXELS, "input_features")
+_ONE_SIZE = (packing.PIXELS, "input_features")
 """Inputs of which a model takes one size; their batch alone may vary."""
 _BATCH = {0: torch.export.Dim.AUTO}
 _OPEN = ("input_ids", "inputs_embeds", "attention_mask", "encoder_attention_mask")
@@ -100,16 +99,19 @@ def _by_transformers(model: Any, inputs: Inputs, generates: bool, opset: int) ->
     exporter = exporter()
 
     def traced(module: Any, sample: dict[str, Any]) -> Any:
-        of_one_size = _sizes(sample, inputs.pictures)
-        shapes = {**get_auto_dynamic_shapes(sample), **of_one_size} if of_one_size else None
+        sizes = dict.fromkeys(_ONE_SIZE, _BATCH) if inputs.pictures is None else inputs.pictures.packing.open_sizes()
+        sizes = {name: sizes[name] for name in sizes if name in sample}
+        shapes = {**get_auto_dynamic_shapes(sample), **sizes} if sizes else None
         config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=opset)
-        program = exporter.export(module, sample, config).program
+        with delta_rule.of_any_length(module):
+            program = exporter.export(module, sample, config).program
         _drop_unused(program.graph)
         _name(program.graph)
         _refuse_fixed(program.graph)
         return program
 
-    sample = inputs.make(inputs.with_room(_TRACED))
+    shape = replace(_TRACED, length=3 * delta_rule.PIECE) if delta_rule.modules(model) else _TRACED
+    sample = inputs.make(inputs.with_room(shape))
     if not generates:
         return Export(Form.FORWARD, {"model": traced(model, sample)}, False, "transformers")
     if model.config.is_encoder_decoder:
@@ -131,19 +133,10 @@ def _by_transformers(model: Any, inputs: Inputs, generates: bool, opset: int) ->
     return Export(Form.STAGES, {name: traced(*stage) for name, stage in stages.items()}, True, "transformers")
 
 
-def _sizes(sample: dict[str, Any], known: Pictures | None) -> dict[str, Any]:
-    """Return which sizes stay open of the arguments some of whose sizes do not."""
-    if known is not None and known.grid is not None:
-        patches = {0: known.grid.merged**2 * torch.export.Dim("tokens")}
-        return {name: sizes for name, sizes in ((_PIXELS, patches), (pictures.GRID, _BATCH)) if name in sample}
-    batch = None if known is not None and known.one_by_one else _BATCH
-    return {name: batch for name in _ONE_SIZE if name in sample}
-
-
 def _parts(model: Any, sample: dict[str, Any], known: Pictures) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Return the parts of a model of text and pictures, and the arguments of their forwards, by the graph's name."""
     parts: dict[str, tuple[Any, dict[str, Any]]] = {
-        pictures.SEES: pictures.seeing(model, sample, known),
+        pictures.SEES: known.packing.seeing(model, sample),
         pictures.EMBEDS: (pictures.Embedding(model), {"input_ids": sample["input_ids"]}),
     }
     decoder = {}
@@ -247,8 +240,8 @@ def _decoder_input(name: str) -> str:
 def _kept(name: str, prefix: str) -> str:
     """Return the name of a part of a cache with its new prefix; other names as they are."""
     plain = name.removeprefix("input.").removeprefix("output.")
-    if plain == pictures.GRID:
-        return pictures.GRID_INPUT
+    if plain == packing.GRID:
+        return packing.GRID_INPUT
     for argument in _CACHES:
         if plain.startswith(f"{argument}."):
             rest = plain.removeprefix(f"{argument}.")

@@ -12,58 +12,11 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-
-SIZES = ((5, 6), (6, 5), (3, 10))
-"""Rows and columns of made-up pictures, in tokens: as many for each picture, and more than a window of attention."""
-TOKENS = 30
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """How a model packs pictures."""
-
-    patch: tuple[int, ...]
-    """The shape of one patch in `pixel_values`, [patches, *patch]."""
-    merged: int
-    """Rows of patches, and columns, that become one token."""
-    layers: int
-    """Number of layers of the decoder that are given further features of pictures (DeepStack, arXiv:2406.04334)."""
-
-    @classmethod
-    def of(cls, model: Any) -> Grid | None:
-        """Return how a model packs pictures; None if it cannot be traced: something follows its encoder."""
-        encoder, config = model.get_encoder(modality="image"), model.config.vision_config
-        channels = getattr(config, "in_channels", None) or getattr(config, "num_channels", 3)
-        frames = getattr(config, "temporal_patch_size", None) or 1
-        merged = getattr(config, "spatial_merge_size", None)
-        if merged is None or "grid_thw" not in inspect.signature(encoder.forward).parameters:
-            return None
-        patch = (channels * frames * config.patch_size**2,)
-        made = cls(patch, int(merged), 0)
-        with torch.no_grad():
-            pixels, grid = torch.ones(made.patches(1), *patch), made.sizes(1)
-            seen = encoder(pixels, grid_thw=grid, return_dict=True)
-            features = torch.cat(list(model.get_image_features(pixels, grid, return_dict=True).pooler_output))
-        own = getattr(seen, "pooler_output", None)
-        if own is None or not torch.equal(own, features):
-            return None
-        return cls(patch, int(merged), len(getattr(seen, "deepstack_features", None) or ()))
-
-    def sizes(self, pictures: int) -> Tensor:
-        """Return `grid_thw` of made-up pictures, [pictures, 3] int64: one frame, rows and columns in patches."""
-        return torch.tensor(
-            [(1, rows * self.merged, columns * self.merged) for rows, columns in (SIZES * pictures)[:pictures]]
-        )
-
-    def patches(self, pictures: int) -> int:
-        """Return the number of patches of made-up pictures."""
-        return pictures * TOKENS * self.merged**2
 
 
 class SeeingPatches(nn.Module):
@@ -80,7 +33,7 @@ class SeeingPatches(nn.Module):
         """Return `image_features` [tokens, width], and `deepstack_features` [layers, tokens, width] if there are any.
 
         Args:
-            pixel_values: [patches, *patch], of all pictures.
+            pixel_values: [patches, width], of all pictures.
             image_grid_thw: [pictures, 3] int64: 1, and rows and columns of patches.
         """
         with _followed(sys.modules[type(self._encoder).__module__], pixel_values.shape[0]):
@@ -94,7 +47,7 @@ def take_deeper(model: Any) -> None:
     """Let a decoder's forward also take `deepstack_features` [layers, batch, length, width], zero where no picture is,
     in place of those at pictures alone and a mask: a trace has no numbers to choose by."""
     reader = model.get_decoder()
-    chosen = reader._deepstack_process  # noqa: SLF001 - transformers has no seam
+    chosen = reader._deepstack_process
 
     def added(hidden: Tensor, mask: Tensor | None, deeper: Tensor) -> Tensor:
         return hidden + deeper if mask is None else chosen(hidden, mask, deeper)
@@ -103,11 +56,11 @@ def take_deeper(model: Any) -> None:
         deeper = kwargs.pop("deepstack_features", None)
         return args, kwargs if deeper is None else {**kwargs, "deepstack_visual_embeds": list(deeper.unbind())}
 
-    reader._deepstack_process = added  # noqa: SLF001
+    reader._deepstack_process = added
     reader.register_forward_pre_hook(given, with_kwargs=True)
 
 
-# What takes the place of transformers' own functions while an encoder runs ---------------------------------------------
+# What takes the place of transformers' own functions while an encoder runs --------------------------------------------
 
 
 @contextlib.contextmanager
@@ -132,30 +85,30 @@ class _Places:
         return {
             "get_vision_position_ids": self.positions,
             "get_vision_cu_seqlens": self.ends,
-            "get_vision_attention_seqlens": lambda grid, *_, **__: (self.ends(grid), 0),
+            "get_vision_attention_seqlens": lambda grid_thw, *_, **__: (self.ends(grid_thw), 0),
             "get_vision_window_index": self.windows,
             "get_vision_interpolation_indices_and_weights": self.interpolated,
         }
 
-    def ends(self, grid: Tensor, *_: Any, **__: Any) -> Tensor:
+    def ends(self, grid_thw: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return where pictures begin, and the end of the last: [pictures + 1]."""
-        return nn.functional.pad(grid.prod(1).cumsum(0), (1, 0))
+        return nn.functional.pad(grid_thw.prod(1).cumsum(0), (1, 0))
 
-    def positions(self, grid: Tensor, merged: int, include_temporal: bool = False, **_: Any) -> Tensor:
+    def positions(self, grid_thw: Tensor, spatial_merge_size: int, include_temporal: bool = False, **_: Any) -> Tensor:
         """Return the row and column of each patch, [patches, 2]; with a 0 for the frame before them if asked."""
-        _, row, column = self._rows_and_columns(grid, merged)
+        row, column = self._rows_and_columns(grid_thw, spatial_merge_size)[1:]
         return torch.stack([torch.zeros_like(row), row, column] if include_temporal else [row, column], -1)
 
     def windows(
-        self, grid: Tensor, spatial_merge_size: int, window_size: int, patch_size: int, **_: Any
+        self, grid_thw: Tensor, spatial_merge_size: int, window_size: int, patch_size: int, **_: Any
     ) -> tuple[Tensor, Tensor]:
         """Return the order of tokens by windows, and of each the place in patches where its window begins, with the
         end after them: ends of windows, each as often as the window has tokens."""
         unit, side = spatial_merge_size**2, window_size // spatial_merge_size // patch_size
         tokens = torch.arange(self._patches // unit)
-        begin = self.ends(grid)[:-1] // unit
+        begin = self.ends(grid_thw)[:-1] // unit
         owner = _segment(begin, tokens)
-        within, columns = tokens - begin[owner], grid[owner, 2] // spatial_merge_size
+        within, columns = tokens - begin[owner], grid_thw[owner, 2] // spatial_merge_size
         row, column = within // columns, within % columns
         # As numbers that grow from window to window: a picture's own begin where those before it end.
         across = (columns + side - 1) // side
@@ -165,9 +118,9 @@ class _Places:
         starts = (key[None, :] < key[:, None]).sum(1) * unit
         return order, torch.cat([starts, torch.full((1,), self._patches)])
 
-    def interpolated(  # noqa: PLR0913 - transformers' own
+    def interpolated(
         self,
-        grid: Tensor,
+        grid_thw: Tensor,
         num_grid_per_side: int,
         mode: str = "bilinear",
         align_corners: bool = False,
@@ -178,9 +131,9 @@ class _Places:
         """Return which learned places, and how much of each, are a patch's: [patches, taps] both."""
         from transformers.vision_utils import _interpolation_axis_taps_weights as taps
 
-        owner, row, column = self._rows_and_columns(grid, spatial_merge_size)
-        rows, of_rows = taps(row, grid[owner, 1], num_grid_per_side, mode, align_corners, padding)
-        columns, of_columns = taps(column, grid[owner, 2], num_grid_per_side, mode, align_corners, padding)
+        owner, row, column = self._rows_and_columns(grid_thw, spatial_merge_size)
+        rows, of_rows = taps(row, grid_thw[owner, 1], num_grid_per_side, mode, align_corners, padding)
+        columns, of_columns = taps(column, grid_thw[owner, 2], num_grid_per_side, mode, align_corners, padding)
         places = rows[:, :, None] * num_grid_per_side + columns[:, None, :]
         return places.flatten(1), (of_rows[:, :, None] * of_columns[:, None, :]).flatten(1)
 
@@ -199,18 +152,20 @@ def _segment(begins: Tensor, places: Tensor) -> Tensor:
     return (begins[None, :] <= places[:, None]).sum(1) - 1
 
 
-def _by_mask(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **given: Any) -> tuple[Tensor, None]:
+def _by_mask(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **given: Any
+) -> tuple[Tensor, None]:
     """Return attention within segments, whose ends are `cu_seq_lens_q`, over the whole sequence."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     segment = _segment(given["cu_seq_lens_q"], torch.arange(query.shape[2]))
     mask = (segment[:, None] == segment[None, :])[None, None]
-    output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=given.get("scaling"), is_causal=False)
-    return output, None
+    scaling = given.get("scaling")
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, is_causal=False)[0], None
 
 
 _ATTENTION = {
-    "is_flash_attention_requested": lambda config: True,  # noqa: ARG005 - its way is the one over the whole sequence
+    "is_flash_attention_requested": lambda _: True,  # its way is one attention over the whole sequence
     "get_max_seqlen": lambda *_, **__: 0,
     "ALL_ATTENTION_FUNCTIONS": type("_Interface", (), {"get_interface": staticmethod(lambda *_: _by_mask)}),
 }

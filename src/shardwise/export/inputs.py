@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import UserError
-from shardwise.export.pictures import GRID, IN_PARTS, Pictures
+from shardwise.export.packing import GRID, PIXELS
+from shardwise.export.pictures import IN_PARTS, Pictures
 
 _SEED = 20
 _LONGEST = 17
@@ -80,7 +81,7 @@ class Inputs:
         limits it."""
         positions = getattr(self._text, "max_position_embeddings", None)
         most = int(positions) if isinstance(positions, int) and positions > 1 else 1 << 20
-        return most if self.pictures is None else most - self.pictures.tokens
+        return most if self.pictures is None else most - self.pictures.packing.tokens
 
     def shapes(self, reserve: int = 0) -> list[Shape]:
         """Return the shapes at which an export is checked; `reserve` positions are left for generated tokens."""
@@ -97,7 +98,7 @@ class Inputs:
 
     def with_room(self, shape: Shape) -> Shape:
         """Return a shape that is longer by the tokens of a picture, if the model's prompts have any."""
-        return shape if self.pictures is None else replace(shape, length=shape.length + self.pictures.tokens)
+        return shape if self.pictures is None else replace(shape, length=shape.length + self.pictures.packing.tokens)
 
     def make(self, shape: Shape) -> dict[str, Tensor]:
         """Return the arguments of a forward. Text: ids and `attention_mask` [batch, length] int64."""
@@ -111,14 +112,13 @@ class Inputs:
             ids[torch.arange(len(ids)), mask.sum(1) - 1] = end
         ids = ids.masked_fill(mask == 0, pad or 0)
         if self.pictures is not None:  # each row ends with a picture and a token
-            ids[:, -1 - self.pictures.tokens : -1] = self.pictures.token
-        grid = None if self.pictures is None else self.pictures.grid
-        made = self.with_mask(ids, mask, None if grid is None else grid.sizes(shape.batch))
-        if self._sees:
-            size = _image(self._config) if self.pictures is None else self.pictures.shape
-            number = shape.batch if grid is None else grid.patches(shape.batch)
-            made["pixel_values"] = torch.randn(number, *size, generator=generator)
-        return made
+            ids[:, -1 - self.pictures.packing.tokens : -1] = self.pictures.token
+        seen: dict[str, Tensor] = {}
+        if self.pictures is not None:
+            seen = self.pictures.packing.make(shape.batch, generator)
+        elif self._sees:
+            seen = {PIXELS: torch.randn(shape.batch, *_image(self._config), generator=generator)}
+        return {**self.with_mask(ids, mask, seen.get(GRID)), **seen}
 
     def columns(self, arguments: dict[str, Tensor]) -> Tensor | None:
         """Return the places in each row where something is read, of arguments that this made: those that are no
@@ -137,7 +137,7 @@ class Inputs:
 
         Args:
             ids, mask: as above.
-            sizes: of the pictures in the rows, [pictures, 3], where a model takes any; None = the rows have none.
+            sizes: rows and columns of patches of the pictures in the rows, [pictures, 3]; None = there are none.
         """
         mask = torch.ones_like(ids) if mask is None else mask
         made = {"input_ids": ids}
@@ -150,21 +150,16 @@ class Inputs:
         if "position_ids" in self._takes and self._pad_left:
             first = 0 if self.pictures is None else self.pictures.first_position
             made["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first
-        if self.pictures is not None and self.pictures.grid is not None:
+        if self.pictures is not None and self.pictures.rope is not None:
             made.update(self._on_axes(ids, mask, sizes, self.pictures))
         return made
 
     def _on_axes(self, ids: Tensor, mask: Tensor, sizes: Tensor | None, known: Pictures) -> dict[str, Tensor]:
-        """Return what a model with pictures of any size is told beside ids and pixels."""
-        made = {} if sizes is None else {GRID: sizes}
-        kinds = (ids == known.token).int()
-        if sizes is not None and "mm_token_type_ids" in self._takes:
-            made["mm_token_type_ids"] = kinds
-        if known.rope is not None and sizes is None:
-            made["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0).expand(3, -1, -1)
-        elif known.rope is not None:
-            made["position_ids"] = known.rope(ids, mm_token_type_ids=kinds, attention_mask=mask, **{GRID: sizes})[0]
-        return made
+        """Return what a model whose positions are on three axes is told: those, and which tokens are pictures'."""
+        if sizes is None:
+            return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0).expand(3, -1, -1)}
+        kinds = {"mm_token_type_ids": (ids == known.token).int()}
+        return {"position_ids": known.rope(ids, **kinds, attention_mask=mask, **{GRID: sizes})[0], **kinds}
 
     def _without_special(self, ids: Tensor) -> Tensor:
         """Return the ids with others in place of those that mean the end or padding: a model may count these."""

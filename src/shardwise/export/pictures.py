@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError, one_line
-from shardwise.export import grids
-from shardwise.export.grids import Grid
+from shardwise.export import grids, packing
+from shardwise.export.packing import GRID, PIXELS, SIDES, OneSize, Packing, Padded, Patches
 
 SEES, EMBEDS = "vision_encoder", "embed_tokens"
 READS, BEGINS, CONTINUES = "decoder_model_merged", "decoder_model", "decoder_with_past_model"
@@ -26,11 +26,9 @@ IN_PARTS = (
     "config)"
 )
 """The end of a refusal: what the user can do instead."""
-GRID, GRID_INPUT = "image_grid_thw", "grid_thw"
-"""Rows and columns of the patches of each picture: for the model, and for the graph that sees."""
-_SIZES = "image_sizes"
-"""What says how large each picture is, where a graph would have to be traced for every size."""
-_SEEN = {"input_ids", "pixel_values", "mm_encoder_outputs", "mm_token_type_ids", GRID}
+_ANY_SIZE: dict[str, type[Patches | Padded]] = {GRID: Patches, SIDES: Padded}
+"""By the argument that says how large each picture is: how models take pictures of any size."""
+_SEEN = {"input_ids", PIXELS, "mm_encoder_outputs", "mm_token_type_ids", GRID, SIDES}
 """Arguments that a decoder of embeddings does without."""
 _PREFIXED = ("paligemma",)
 """Model types whose tokens of one prompt all see one another, pictures and text; `token_type_ids` are 0 for them."""
@@ -42,18 +40,12 @@ class Pictures:
 
     token: int
     """The id of the tokens that stand for a picture."""
-    tokens: int
-    """Number of them for each picture."""
-    one_by_one: bool
-    """Whether the model separates pictures: a graph then takes one."""
-    shape: tuple[int, ...]
-    """Of a picture as the model takes it, `pixel_values` without the batch; of a patch where there is a grid."""
+    packing: Packing
+    """How it takes pictures."""
     first_position: int
     """The position of a text's first token."""
     token_type: int
     """What `token_type_ids` are at these tokens, if the model takes any; 0 at those of text."""
-    grid: Grid | None = None
-    """How pictures of any size are packed; None if all have one size."""
     rope: Any = None
     """The model's method that computes positions on three axes; None if they are on one."""
 
@@ -67,24 +59,24 @@ class Pictures:
         """
         name, config = type(model).__name__, model.config
         token = getattr(config, "image_token_id", None)
-        seeing = _seeing(model)
+        seeing = packing.method_of(model)
         if config.is_encoder_decoder:
             raise UserError(f"{name} reads pictures beside an encoder of text{IN_PARTS}")
         if token is None or seeing is None:
             raise UserError(f"{name} does not put pictures in place of tokens{IN_PARTS}")
         taken = {*_parameters(seeing), *_parameters(model.get_encoder(modality="image").forward)}
-        grid = _grid(model) if GRID in taken else None
-        if grid is not None:
+        said = min(taken & _ANY_SIZE.keys(), default="")
+        way = _any_size(model, _ANY_SIZE[said]) if said else None
+        if way is not None:
             rope = getattr(model.base_model, "get_rope_index", None)
-            return cls(int(token), grids.TOKENS, False, grid.patch, 0, 1, grid, rope)
-        if shape is None or taken & {_SIZES, GRID}:
-            why = f" ({min(taken & {_SIZES, GRID})})" if taken & {_SIZES, GRID} else ""
-            raise UserError(f"{name} takes pictures of any size{why}{IN_PARTS}")
+            return cls(int(token), way, 0, 1, rope)
+        if shape is None or said:
+            raise UserError(f"{name} takes pictures of any size{f' ({said})' * bool(said)}{IN_PARTS}")
         refused = ""
         for seen in (shape, (1, *shape)):  # Idefics and SmolVLM take several pictures for each row
             try:
                 with torch.no_grad():
-                    features = features_of(model, torch.ones(1, *seen))
+                    features = packing.features_of(model, torch.ones(1, *seen))
                 tokens = features[0].numel() // features[0].shape[-1]
                 first = _first_position(model)
             except UserError:
@@ -93,37 +85,20 @@ class Pictures:
                 refused = refused or one_line(error, with_type=True)
             else:
                 marked = 0 if config.model_type in _PREFIXED else 1
-                return cls(int(token), tokens, _is_list(features), seen, first, marked)
+                separates = not isinstance(features, Tensor)
+                return cls(int(token), OneSize(seen, tokens, separates), first, marked)
         raise UserError(f"{name} cannot see pictures by their pixels alone ({refused}){IN_PARTS}")
 
 
-def _grid(model: Any) -> Grid | None:
+def _any_size(model: Any, way: type[Patches | Padded]) -> Patches | Padded | None:
     try:
-        return Grid.of(model)
-    except Exception:  # noqa: BLE001 - whatever a model says of inputs that it cannot take
+        return way.of(model)
+    except Exception:  # whatever a model says of inputs that it cannot take
         return None
 
 
 def _parameters(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
-
-
-def features_of(model: Any, pixel_values: Tensor) -> Any:
-    """Return the features of pictures [pictures, tokens, width], or a list of them by picture."""
-    returned = _seeing(model)(pixel_values=pixel_values, return_dict=True)
-    features = getattr(returned, "pooler_output", returned)
-    if not isinstance(features, (Tensor, list, tuple)):
-        raise TypeError(f"its features are {type(features).__name__}")
-    return features
-
-
-def _seeing(model: Any) -> Any:
-    """Return the method that computes the features of pictures; None if the model has none."""
-    return getattr(model, "get_image_features", None) or getattr(model.base_model, "get_image_features", None)
-
-
-def _is_list(features: Any) -> bool:
-    return not isinstance(features, Tensor)
 
 
 def _first_position(model: Any) -> int:
@@ -141,28 +116,6 @@ def _first_position(model: Any) -> int:
     if found.shape != positions.shape:
         raise UserError(f"{type(model).__name__} has positions in several dimensions{IN_PARTS}")
     return int(found[0, 0])
-
-
-class Seeing(nn.Module):
-    """Pixels to the features that stand in place of a picture's tokens."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self._model = model
-
-    def forward(self, pixel_values: Tensor) -> dict[str, Tensor]:
-        """Return `image_features`, [pictures, tokens, width]; [tokens, width] of a model that separates pictures."""
-        features = features_of(self._model, pixel_values)
-        return {"image_features": torch.cat(list(features)) if _is_list(features) else features}
-
-
-def seeing(model: Any, sample: dict[str, Tensor], known: Pictures) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return the part of a model that sees, and arguments for it out of those for the model."""
-    pixels = sample["pixel_values"]
-    if known.grid is None:
-        return Seeing(model), {"pixel_values": pixels[: 1 if known.one_by_one else None]}
-    encoder = model.get_encoder(modality="image")
-    return grids.SeeingPatches(encoder), {"pixel_values": pixels, GRID: sample[GRID]}
 
 
 class Embedding(nn.Module):
@@ -193,7 +146,7 @@ def without_pixels(model: Any, arguments: dict[str, Any], known: Pictures) -> di
     kept["inputs_embeds"] = embedding(ids)
     if known.rope is not None:  # before the three axes, transformers puts the places of text
         kept["position_ids"] = kept["position_ids"][-3:]
-    if known.grid is not None and known.grid.layers:
+    if known.packing.layers:
         grids.take_deeper(model)
-        kept["deepstack_features"] = torch.zeros(known.grid.layers, *kept["inputs_embeds"].shape)
+        kept["deepstack_features"] = torch.zeros(known.packing.layers, *kept["inputs_embeds"].shape)
     return kept

@@ -130,15 +130,12 @@ class Session:
         ids = arguments["input_ids"]
         places = (ids == self._pictures.token) & sees & ("pixel_values" in arguments)
         embeds = self._run(pictures.EMBEDS, {"input_ids": np.where(places, 0, ids)})["inputs_embeds"]
-        layers = 0 if self._pictures.grid is None else self._pictures.grid.layers
-        deeper = np.zeros((layers, *embeds.shape), embeds.dtype)
+        way = self._pictures.packing
+        deeper = np.zeros((way.layers, *embeds.shape), embeds.dtype)
         if places.any():
-            pixels = arguments["pixel_values"]
-            parts = pixels[:, None] if self._pictures.one_by_one else [pixels]
-            sizes = {} if self._pictures.grid is None else {pictures.GRID_INPUT: arguments[pictures.GRID]}
-            seen = [self._run(pictures.SEES, {"pixel_values": part, **sizes}) for part in parts]
+            seen = [self._run(pictures.SEES, feed) for feed in way.feeds(arguments)]
             embeds[places] = np.concatenate([one["image_features"] for one in seen]).reshape(-1, embeds.shape[-1])
-            if layers:
+            if way.layers:
                 deeper[:, places] = seen[0]["deepstack_features"]
         return {**arguments, "inputs_embeds": embeds, "deepstack_features": deeper}
 

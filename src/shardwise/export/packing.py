@@ -1,0 +1,240 @@
+"""The ways in which models take pictures: all of one size, cut into patches, or padded to the largest.
+
+Each knows how to make some up, how the graph that sees takes them, and which of its sizes stay open.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from shardwise.export.grids import SeeingPatches
+
+PIXELS, GRID, SIDES = "pixel_values", "image_grid_thw", "image_sizes"
+"""Arguments of models: pictures, rows and columns of their patches, and their heights and widths."""
+GRID_INPUT = "grid_thw"
+"""The name of `GRID` among the inputs of a graph."""
+MADE_UP = ((5, 6), (6, 5), (3, 10))
+"""Rows and columns, in tokens, of made-up pictures of several sizes: as many tokens in each, and more than a window of
+attention."""
+_TOKENS = 30
+_OPEN = torch.export.Dim.AUTO
+
+Array = npt.NDArray[Any]
+
+
+class Packing(Protocol):
+    """A way in which a model takes pictures."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of each made-up picture."""
+
+    @property
+    def layers(self) -> int:
+        """Number of layers of the decoder that are given further features of pictures (DeepStack, arXiv:2406.04334)."""
+
+    def make(self, pictures: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return what a model is given of so many made-up pictures."""
+
+    def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+        """Return the part of a model that sees, and arguments for it out of those for the model."""
+
+    def open_sizes(self) -> dict[str, Any]:
+        """Return which sizes of the arguments for that part stay open."""
+
+    def feeds(self, arguments: Mapping[str, Array]) -> list[dict[str, Array]]:
+        """Return what the graph is given, run by run, for pictures that a model would be given."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneSize:
+    """All pictures have one size."""
+
+    shape: tuple[int, ...]
+    """Of a picture as the model takes it, `pixel_values` without the batch."""
+    tokens: int
+    one_by_one: bool
+    """Whether the model separates pictures: a graph then takes one."""
+    layers: int = 0
+
+    def make(self, pictures: int, generator: torch.Generator) -> dict[str, Tensor]:
+        return {PIXELS: torch.randn(pictures, *self.shape, generator=generator)}
+
+    def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+        return Seeing(model), {PIXELS: sample[PIXELS][: 1 if self.one_by_one else None]}
+
+    def open_sizes(self) -> dict[str, Any]:
+        return {PIXELS: None if self.one_by_one else {0: _OPEN}}
+
+    def feeds(self, arguments: Mapping[str, Array]) -> list[dict[str, Array]]:
+        pixels = arguments[PIXELS]
+        return [{PIXELS: part} for part in (pixels[:, None] if self.one_by_one else [pixels])]
+
+
+@dataclass(frozen=True, slots=True)
+class Patches:
+    """Pictures of any size, as patches one after another (Qwen2-VL, arXiv:2409.12191)."""
+
+    width: int
+    """Numbers of a patch."""
+    merged: int
+    """Rows of patches, and columns, that become one token."""
+    layers: int = 0
+    tokens: int = _TOKENS
+
+    @classmethod
+    def of(cls, model: Any) -> Patches | None:
+        """Return how a model cuts pictures; None if it cannot be traced: something follows its encoder."""
+        encoder, config = model.get_encoder(modality="image"), model.config.vision_config
+        merged = getattr(config, "spatial_merge_size", None)
+        if merged is None or "grid_thw" not in inspect.signature(encoder.forward).parameters:
+            return None
+        channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
+        frames = int(getattr(config, "temporal_patch_size", None) or 1)
+        made = cls(channels * frames * config.patch_size**2, int(merged))
+        with torch.no_grad():
+            given = made.make(1, torch.Generator())
+            seen = encoder(given[PIXELS], grid_thw=given[GRID], return_dict=True)
+            features = torch.cat(list(model.get_image_features(**given, return_dict=True).pooler_output))
+        own = getattr(seen, "pooler_output", None)
+        if own is None or not torch.equal(own, features):
+            return None
+        return cls(made.width, made.merged, len(getattr(seen, "deepstack_features", None) or ()))
+
+    def make(self, pictures: int, generator: torch.Generator) -> dict[str, Tensor]:
+        grid = [(1, rows * self.merged, columns * self.merged) for rows, columns in _made_up(pictures)]
+        patches = pictures * self.tokens * self.merged**2
+        return {PIXELS: torch.randn(patches, self.width, generator=generator), GRID: torch.tensor(grid)}
+
+    def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+        encoder = model.get_encoder(modality="image")
+        return SeeingPatches(encoder), {PIXELS: sample[PIXELS], GRID: sample[GRID]}
+
+    def open_sizes(self) -> dict[str, Any]:
+        return {PIXELS: {0: self.merged**2 * torch.export.Dim("tokens")}, GRID: {0: _OPEN}}
+
+    def feeds(self, arguments: Mapping[str, Array]) -> list[dict[str, Array]]:
+        return [{PIXELS: arguments[PIXELS], GRID_INPUT: arguments[GRID]}]
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Pictures of any size, padded to the largest, and their heights and widths (Pixtral, arXiv:2410.07073)."""
+
+    channels: int
+    side: int
+    """Pixels of a token's side."""
+    layers: int = 0
+    tokens: int = _TOKENS
+
+    @classmethod
+    def of(cls, model: Any) -> Padded | None:
+        """Return how a model pads pictures; None if it does more with their sizes than to crop them."""
+        config = model.config
+        if not hasattr(model.base_model, "multi_modal_projector"):
+            return None
+        merged = int(getattr(config, "spatial_merge_size", None) or 1)
+        made = cls(
+            int(getattr(config.vision_config, "num_channels", None) or 3), config.vision_config.patch_size * merged
+        )
+        given = made.make(1, torch.Generator())
+        with torch.no_grad():
+            features = model.get_image_features(**given, return_dict=True).pooler_output
+            found = SeeingOne(model)(given[PIXELS])["image_features"]
+        return made if torch.equal(found, torch.cat(list(features))) else None
+
+    def make(self, pictures: int, generator: torch.Generator) -> dict[str, Tensor]:
+        sides = self.side * torch.tensor(_made_up(pictures))
+        pixels = torch.randn(pictures, self.channels, *sides.amax(0), generator=generator)
+        return {PIXELS: pixels, SIDES: sides}
+
+    def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+        height, width = sample[SIDES][0]
+        return SeeingOne(model), {PIXELS: sample[PIXELS][:1, :, :height, :width]}
+
+    def open_sizes(self) -> dict[str, Any]:
+        rows, columns = torch.export.Dim("rows"), torch.export.Dim("columns")
+        return {PIXELS: {2: self.side * rows, 3: self.side * columns}}
+
+    def feeds(self, arguments: Mapping[str, Array]) -> list[dict[str, Array]]:
+        sides = zip(arguments[PIXELS], arguments[SIDES], strict=True)
+        return [{PIXELS: np.ascontiguousarray(one[None, :, :height, :width])} for one, (height, width) in sides]
+
+
+def _made_up(pictures: int) -> list[tuple[int, int]]:
+    return list((MADE_UP * pictures)[:pictures])
+
+
+# Parts of models that see ---------------------------------------------------------------------------------------------
+
+
+class Seeing(nn.Module):
+    """Pixels to the features that stand in place of a picture's tokens."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._model = model
+
+    def forward(self, pixel_values: Tensor) -> dict[str, Tensor]:
+        """Return `image_features`, [pictures, tokens, width]; [tokens, width] of a model that separates pictures."""
+        features = features_of(self._model, pixel_values)
+        return {"image_features": features if isinstance(features, Tensor) else torch.cat(list(features))}
+
+
+class SeeingOne(nn.Module):
+    """One picture, whose size is that of its tensor, to the features that stand in place of its tokens."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._model = model
+
+    def forward(self, pixel_values: Tensor) -> dict[str, Tensor]:
+        """Return `image_features`, [tokens, width], of `pixel_values` [1, channels, height, width].
+
+        They are what the projector returns. Models then separate pictures, by numbers that a trace does not have.
+        """
+        seen: list[Tensor] = []
+        base = self._model.base_model
+        handle = base.multi_modal_projector.register_forward_hook(lambda *called: seen.append(called[-1]))
+        height, width = pixel_values.shape[2:]
+        with mock.patch.object(sys.modules[type(base).__module__], "torch", _OfOnePicture()):
+            self._model.get_image_features(pixel_values, image_sizes=[(height, width)], return_dict=True)
+        handle.remove()
+        return {"image_features": seen[0].flatten(0, -2)}
+
+
+class _OfOnePicture:
+    """torch, for a module that separates pictures: there is one."""
+
+    def as_tensor(self, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros(1, 2, dtype=torch.int64)
+
+    def split(self, pictures: Tensor, _: Any) -> tuple[Tensor]:
+        return (pictures,)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def features_of(model: Any, pixel_values: Tensor) -> Any:
+    """Return the features of pictures of one size [pictures, tokens, width], or a list of them by picture."""
+    returned = method_of(model)(pixel_values=pixel_values, return_dict=True)
+    features = getattr(returned, "pooler_output", returned)
+    if not isinstance(features, (Tensor, list, tuple)):
+        raise TypeError(f"its features are {type(features).__name__}")
+    return features
+
+
+def method_of(model: Any) -> Any:
+    """Return the method that computes the features of pictures; None if the model has none."""
+    return getattr(model, "get_image_features", None) or getattr(model.base_model, "get_image_features", None)
