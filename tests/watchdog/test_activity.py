@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -87,17 +89,18 @@ def test_a_process_that_computes_moves(doing: Callable[[threading.Event], object
     assert ranks(1, **ALONE).run(stillness_here, doing, 6)[0] < 0.7
 
 
-def in_barrier(ranks: int) -> tuple[bool, str, str]:
+def in_barrier(ranks: int) -> tuple[bool, str, str, bool]:
     store = dist.PrefixStore("activity", dist.distributed_c10d._get_default_store())
     is_first = dist.get_rank() == 0
 
-    def look() -> tuple[bool, str, str]:
+    def look() -> tuple[bool, str, str, bool]:
         until = time.monotonic() + 20
         while activity.waits_for_ranks(frame := activity.working_thread()) != is_first and time.monotonic() < until:
             time.sleep(0.05)
         if is_first:
             store.set("seen", "")
-        return activity.waits_for_ranks(frame), activity.own_collective(frame), activity.call_site(frame)
+        waits, needs_all = activity.waits_for_ranks(frame), activity.needs_all(frame)
+        return waits, activity.own_collective(frame), activity.call_site(frame), needs_all
 
     def wait(until: threading.Event) -> None:
         if not is_first:
@@ -109,12 +112,28 @@ def in_barrier(ranks: int) -> tuple[bool, str, str]:
 
 
 def test_a_collective_of_a_script_is_told_from_what_it_does_otherwise(ranks: Any) -> None:
-    (waits, name, site), (other_waits, other_name, _) = ranks(2).run(in_barrier, 2)
+    (waits, name, site, needs_all), (other_waits, other_name, _, other_needs) = ranks(2).run(in_barrier, 2)
     assert waits
+    assert needs_all
     assert name == "torch.distributed.barrier"
     assert "test_activity.py" in site
     assert not other_waits
     assert not other_name
+    assert not other_needs
+
+
+def of_some(group: object = None) -> bool:
+    """Stands for a collective of torch's: `barrier` by its name and file."""
+    frame = sys._getframe()
+    return activity.needs_all(frame)
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "is_of_all"), [("barrier", None, True), ("barrier", "some", False), ("broadcast", None, False)]
+)
+def test_collectives_of_some_ranks_need_not_all(name: str, group: object, is_of_all: bool) -> None:
+    code = of_some.__code__.replace(co_name=name, co_filename="/torch/distributed/distributed_c10d.py")
+    assert types.FunctionType(code, globals(), name, (None,))(group) == is_of_all
 
 
 def multiply(until: threading.Event) -> None:

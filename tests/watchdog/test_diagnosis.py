@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from shardwise.watchdog.diagnosis import Diagnosis, State, Status, diagnose, ranks_in_words
@@ -59,6 +61,32 @@ def test_ranks_in_different_collectives_wait_for_one_another() -> None:
         "  ranks 0, 2 wait at the all_gather of unit 'a', called at train.py:3",
         "  rank 1 waits at torch.distributed.barrier, called at train.py:8",
     ]
+
+
+IN_ENGINE = dataclasses.replace(WAITS, shared=8, of_all=2)
+IN_BARRIER = dataclasses.replace(WAITS, last="torch.distributed.barrier", needs_all=True, shared=7, of_all=3)
+
+
+def test_ranks_that_have_not_begun_what_each_other_waits_in_will_wait_for_ever() -> None:
+    found = diagnosed(IN_ENGINE, IN_BARRIER, IN_ENGINE)
+    assert found.is_hang
+    assert found.is_certain
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        {"shared": 8},  # it has begun the engine's as well, which a network may still be at
+        {"of_all": 2},  # the other one has begun the barrier as well
+        {"shared": -1},
+        {"of_all": -1},
+        {"needs_all": False},
+        {"state": State.WORKS},
+    ],
+)
+def test_others_may_go_on(one: dict[str, object]) -> None:
+    assert not diagnosed(IN_ENGINE, dataclasses.replace(IN_BARRIER, **one), IN_ENGINE).is_certain  # type: ignore[arg-type]
+    assert not diagnosed(IN_ENGINE, IN_BARRIER, all_ranks=3).is_certain
 
 
 def test_ranks_that_met_in_the_meantime_are_no_hang() -> None:

@@ -63,6 +63,17 @@ def test_without_a_time_that_was_asked_for_ranks_are_told_and_wait(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fault", ["another collective", "breaks early"])
+def test_ranks_end_by_themselves_if_none_can_go_on(fault: str, tmp_path: Path) -> None:
+    ended = play("shardwise", fault, tmp_path, timeout_s=None)
+    assert ended.statuses == [1, 1, 1]
+    assert ended.seconds < 60 + MARGIN_S
+    assert ended.words.count("None of them can go on: they end if that is so the next time they look.") == 1
+    assert ended.words.count("they came to different collectives. All ranks end.") == 3
+    assert NAMED[fault] in ended.words
+
+
+@pytest.mark.slow
 def test_a_task_of_one_rank_that_others_wait_for_is_no_hang(tmp_path: Path) -> None:
     ended = play("shardwise", "a task of one rank takes long", tmp_path)
     assert ended.statuses == [0, 0, 0]

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+import torch.distributed as dist
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STATE, _TIMES = 0, slice(11, 15)
 """Positions in /proc/.../stat after the name, which may hold spaces: field 3, and 14 to 17, of proc(5)."""
@@ -31,6 +33,11 @@ _DEBUGGERS = ("/bdb.py", "/pdb.py")
 _TORCH = "/torch/"
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _TORCH_WAITS = (_COLLECTIVES, "/torch/distributed/_functional_collectives.py")
+_OF_ALL = {
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
+    "barrier", "monitored_barrier", "reduce_scatter", "reduce_scatter_tensor",
+}  # fmt: skip
+"""Functions of torch that end on no rank before every rank of the group has begun them."""
 _MODULES = "/torch/nn/modules/"
 
 
@@ -75,15 +82,30 @@ def call_site(frame: FrameType | None) -> str:
 
 def own_collective(frame: FrameType | None) -> str:
     """Return the collective of torch's that a script has called itself, in words; "" if it waits in one of ours."""
-    name = ""
+    called = _called_of_torch(frame)
+    return "" if called is None else f"torch.distributed.{called.f_code.co_name}"
+
+
+def needs_all(frame: FrameType | None) -> bool:
+    """Whether a thread waits in a collective of torch's, called by a script, that every rank must come to."""
+    called = _called_of_torch(frame)
+    if called is None or called.f_code.co_name not in _OF_ALL:
+        return False
+    group = called.f_locals.get("group")
+    return group is None or group is dist.group.WORLD
+
+
+def _called_of_torch(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of the collective of torch's that a script has called; None if there is none."""
+    found = None
     for one in _outwards(frame):
         if _is_ours(one):
-            return ""
+            return None
         if not _is_torchs(one):
             break
         if one.f_code.co_filename.endswith(_COLLECTIVES):
-            name = one.f_code.co_name
-    return name and f"torch.distributed.{name}"
+            found = one
+    return found
 
 
 def stack(frame: FrameType | None) -> list[str]:

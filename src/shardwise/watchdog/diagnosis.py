@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -42,6 +42,13 @@ class Status:
     """Where a script called what it waits in."""
     stack: Sequence[str] = ()
     """Outermost first."""
+    needs_all: bool = False
+    """Whether it waits in a collective of torch's that every rank must come to."""
+    shared: int = -1
+    """Number of collectives and comparisons of sharded models that it has begun, where all ranks begin the same; -1:
+    they may not."""
+    of_all: int = -1
+    """Number of collectives of all ranks, torch's own, that it has begun; -1: not known."""
 
     @classmethod
     def read(cls, message: bytes) -> Self:
@@ -63,6 +70,8 @@ class Diagnosis:
     """One sentence."""
     details: Sequence[str]
     """Lines about the ranks."""
+    is_certain: bool = False
+    """Whether no rank can ever go on, whatever the time that networks take."""
 
 
 _WORDS = {
@@ -110,7 +119,21 @@ def diagnose(statuses: Mapping[int, Status], least_s: float, all_ranks: int) -> 
         headline = f"{ranks_in_words(waiting)} wait, for {longest:.0f} s, perhaps for a rank without a sharded model"
         return Diagnosis(False, headline, _details(statuses, ()))
     headline = f"all ranks wait for one another, for {longest:.0f} s: they came to different collectives"
-    return Diagnosis(True, headline, _details(statuses, ()))
+    return Diagnosis(True, headline, _details(statuses, ()), _is_circle(statuses.values()))
+
+
+def _is_circle(statuses: Collection[Status]) -> bool:
+    """Whether a rank waits in a collective that another, which waits elsewhere, has not begun, and the other way round.
+
+    Where one has begun what the other waits in, networks may still be at it, or be down for a while.
+    """
+    if any(status.shared < 0 or status.of_all < 0 for status in statuses):
+        return False
+    return any(
+        one.needs_all and not other.needs_all and one.shared < other.shared and one.of_all > other.of_all
+        for one in statuses
+        for other in statuses
+    )
 
 
 def _details(statuses: Mapping[int, Status], named: Sequence[int]) -> list[str]:

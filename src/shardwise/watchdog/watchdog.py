@@ -3,8 +3,8 @@
 It looks once a second whether the rank shared something with others since: a collective of the engine, or a comparison.
 A rank that has waited in a collective for too long raises an *alarm* in the group's store, where the others look for
 one from time to time. Then each rank leaves its *status*, every rank comes to the same diagnosis, and the first on each
-host says it. If that is a hang, and the user has set how long ranks wait, all of them end. A rank that works may come
-yet.
+host says it. All of them end if that is a hang and the user has set how long ranks wait, or if it is certain, twice,
+that none can go on. A rank that works may come yet.
 
 Nothing is said before two steps of an optimizer, and pauses that the run has had before are taken for normal: ranks
 wait three times as long as the longest one."""
@@ -41,7 +41,7 @@ from shardwise.watchdog.diagnosis import Diagnosis, State, Status, diagnose, ran
 
 VARIABLE = "SHARDWISE_HANG_TIMEOUT_S"
 """Environment variable: seconds that ranks wait for one that stands still before all end; 0: no watchdog. Where it is
-not set, ranks are told after `_DEFAULT_S`, and none ends."""
+not set, ranks are told after `_DEFAULT_S`, and end only if none can ever go on."""
 _DEFAULT_S = 20.0
 _LOOKS_PER_S = 1.0
 _STEPS_BEFORE = 2
@@ -153,6 +153,8 @@ class Watchdog:
         """Number of alarms that are over, and when the last one was."""
         self._told = ""
         """What was last said of the present wait."""
+        self._is_certain = False
+        """Whether no rank could go on when ranks last told one another."""
         self._window, self._looks, self._waits = _window(), 0, 0
         self._said_waits = ""
         """The key under which this rank last said that it waited much."""
@@ -231,6 +233,7 @@ class Watchdog:
             if self._has_pace:
                 self._longest_s = max(self._longest_s, now - self._met)
             self._met, self._told, self._has_pace = now, "", self._is_steady
+            self._is_certain = False
 
     def _frame(self) -> FrameType | None:
         return activity.working_thread(self.trains)
@@ -257,11 +260,17 @@ class Watchdog:
         diagnosis = diagnose(statuses, self._seconds / 2, self.world_size)
         if diagnosis is None:
             return
-        if diagnosis.is_hang and self._ends:
+        was_certain, self._is_certain = self._is_certain, diagnosis.is_certain
+        if diagnosis.is_hang and (self._ends or (was_certain and self._is_certain)):
             self._end_all(number, diagnosis, statuses)
         told, self._told = self._told, diagnosis.headline.rpartition(": ")[2]
         if self._speaks(statuses) and told != self._told:
             hint = f"  {VARIABLE}={self._seconds:.0f} would end all ranks in such a case." if diagnosis.is_hang else ""
+            hint = (
+                "  None of them can go on: they end if that is so the next time they look."
+                if self._is_certain
+                else hint
+            )
             _say([f"shardwise: {diagnosis.headline}. Ranks wait on.", *diagnosis.details, *filter(None, [hint])])
 
     def _statuses(self, number: int) -> dict[int, Status]:
@@ -300,9 +309,25 @@ class Watchdog:
         log = self._last() if self._last is not None else None
         last = "" if log is None else log.last_in_words
         site = activity.call_site(frame)
+        needs_all = state is State.WAITS and activity.needs_all(frame)
         if state is State.WAITS:
             last = activity.own_collective(frame) or last
-        return Status(state, time.monotonic() - self._met, self._host, self._pid, last, site, activity.stack(frame))
+        for_s, stack = time.monotonic() - self._met, activity.stack(frame)
+        return Status(state, for_s, self._host, self._pid, last, site, stack, needs_all, self._begun, self._of_all)
+
+    @property
+    def _begun(self) -> int:
+        """How much this rank has begun together with others; -1 if models are on parts of ranks, which may differ."""
+        logs = [log for one in self._logs if (log := one()) is not None]
+        return sum(log.shared for log in logs) if all(log.ranks == self.world_size for log in logs) else -1
+
+    @property
+    def _of_all(self) -> int:
+        """How many collectives this rank has begun in the group of all ranks; -1 if torch does not count them."""
+        group: Any = self._group()
+        with contextlib.suppress(RuntimeError):
+            return -1 if group is None else int(group._get_sequence_number_for_group())
+        return -1
 
     def _end_window(self) -> None:
         """Say so if this rank waited much; the first of those that did names the ranks that did not."""
