@@ -405,8 +405,8 @@ def test_pictures_of_any_size(build, tmp_path):
 @pytest.mark.parametrize(
     ("build", "inputs", "answers"),
     [
-        (masked, ("input_ids", "attention_mask", "token_type_ids"), 82),
-        (classifier, ("input_ids", "attention_mask", "token_type_ids"), 8),
+        (masked, ("input_ids", "attention_mask", "token_type_ids"), 114),
+        (classifier, ("input_ids", "attention_mask", "token_type_ids"), 9),
         (vision, ("pixel_values",), 4),
     ],
 )

@@ -99,8 +99,8 @@ def in_barrier(ranks: int) -> tuple[bool, str, str, bool]:
             time.sleep(0.05)
         if is_first:
             store.set("seen", "")
-        waits, needs_all = activity.waits_for_ranks(frame), activity.needs_all(frame)
-        return waits, activity.own_collective(frame), activity.call_site(frame), needs_all
+        waits, for_world = activity.waits_for_ranks(frame), activity.waits_for_world(frame)
+        return waits, activity.own_collective(frame), activity.call_site(frame), for_world
 
     def wait(until: threading.Event) -> None:
         if not is_first:
@@ -112,26 +112,26 @@ def in_barrier(ranks: int) -> tuple[bool, str, str, bool]:
 
 
 def test_a_collective_of_a_script_is_told_from_what_it_does_otherwise(ranks: Any) -> None:
-    (waits, name, site, needs_all), (other_waits, other_name, _, other_needs) = ranks(2).run(in_barrier, 2)
+    (waits, name, site, for_world), (other_waits, other_name, _, other_for_world) = ranks(2).run(in_barrier, 2)
     assert waits
-    assert needs_all
+    assert for_world
     assert name == "torch.distributed.barrier"
     assert "test_activity.py" in site
     assert not other_waits
     assert not other_name
-    assert not other_needs
+    assert not other_for_world
 
 
 def of_some(group: object = None) -> bool:
     """Stands for a collective of torch's: `barrier` by its name and file."""
     frame = sys._getframe()
-    return activity.needs_all(frame)
+    return activity.waits_for_world(frame)
 
 
 @pytest.mark.parametrize(
     ("name", "group", "is_of_all"), [("barrier", None, True), ("barrier", "some", False), ("broadcast", None, False)]
 )
-def test_collectives_of_some_ranks_need_not_all(name: str, group: object, is_of_all: bool) -> None:
+def test_collectives_of_some_ranks_are_not_of_all(name: str, group: object, is_of_all: bool) -> None:
     code = of_some.__code__.replace(co_name=name, co_filename="/torch/distributed/distributed_c10d.py")
     assert types.FunctionType(code, globals(), name, (None,))(group) == is_of_all
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from shardwise.watchdog.diagnosis import Diagnosis, State, Status, diagnose, ranks_in_words
+from shardwise.watchdog.diagnosis import Begun, Diagnosis, State, Status, WaitsIn, diagnose, ranks_in_words
 
 
 def status(
@@ -63,12 +63,14 @@ def test_ranks_in_different_collectives_wait_for_one_another() -> None:
     ]
 
 
-IN_ENGINE = dataclasses.replace(WAITS, shared=8, of_all=2)
-IN_BARRIER = dataclasses.replace(WAITS, last="torch.distributed.barrier", needs_all=True, shared=7, of_all=3)
+IN_MODEL = dataclasses.replace(WAITS, waits_in=WaitsIn.MODEL, begun=Begun(5, 8, 2))
+IN_BARRIER = dataclasses.replace(
+    WAITS, last="torch.distributed.barrier", waits_in=WaitsIn.WORLD, begun=Begun(5, of_model=7, of_world=3)
+)
 
 
 def test_ranks_that_have_not_begun_what_each_other_waits_in_will_wait_for_ever() -> None:
-    found = diagnosed(IN_ENGINE, IN_BARRIER, IN_ENGINE)
+    found = diagnosed(IN_MODEL, IN_BARRIER, IN_MODEL)
     assert found.is_hang
     assert found.is_certain
 
@@ -76,17 +78,24 @@ def test_ranks_that_have_not_begun_what_each_other_waits_in_will_wait_for_ever()
 @pytest.mark.parametrize(
     "one",
     [
-        {"shared": 8},  # it has begun the engine's as well, which a network may still be at
-        {"of_all": 2},  # the other one has begun the barrier as well
-        {"shared": -1},
-        {"of_all": -1},
-        {"needs_all": False},
+        {"begun": Begun(5, of_model=8, of_world=3)},  # it has begun the model's as well: a network may still be at it
+        {"begun": Begun(5, of_model=7, of_world=2)},  # the others have begun the barrier as well
+        {"begun": Begun(4, of_model=7, of_world=3)},  # its numbers count from elsewhere
+        {"begun": None},
+        {"waits_in": WaitsIn.OTHER},
+        {"waits_in": WaitsIn.MODEL},
         {"state": State.WORKS},
     ],
 )
 def test_others_may_go_on(one: dict[str, object]) -> None:
-    assert not diagnosed(IN_ENGINE, dataclasses.replace(IN_BARRIER, **one), IN_ENGINE).is_certain  # type: ignore[arg-type]
-    assert not diagnosed(IN_ENGINE, IN_BARRIER, all_ranks=3).is_certain
+    barrier = dataclasses.replace(IN_BARRIER, **one)  # type: ignore[arg-type]
+    assert not diagnosed(IN_MODEL, barrier, IN_MODEL).is_certain
+    assert not diagnosed(IN_MODEL, IN_BARRIER, all_ranks=3).is_certain
+
+
+def test_a_rank_that_waits_elsewhere_may_go_on() -> None:
+    elsewhere = dataclasses.replace(IN_MODEL, waits_in=WaitsIn.OTHER)
+    assert not diagnosed(elsewhere, IN_BARRIER, elsewhere).is_certain
 
 
 def test_ranks_that_met_in_the_meantime_are_no_hang() -> None:
@@ -96,7 +105,7 @@ def test_ranks_that_met_in_the_meantime_are_no_hang() -> None:
 
 
 def test_a_status_is_read_as_it_was_left() -> None:
-    left = status(State.STILL)
+    left = dataclasses.replace(status(State.STILL), waits_in=WaitsIn.WORLD, begun=Begun(1, 2, 3))
     assert Status.read(left.message()) == Status(
         **{**{f: getattr(left, f) for f in Status.__slots__}, "stack": list(left.stack)}
     )

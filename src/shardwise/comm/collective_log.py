@@ -14,7 +14,7 @@ import enum
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardwise.errors import CollectiveTimeout, MismatchError, one_line
 from shardwise.fsdp.collectives import Collectives, Combine
@@ -89,6 +89,8 @@ class CollectiveLog(Agreement):
         """Forward passes since all ranks last agreed whose backward has not come."""
         self.shared, self._last = 0, 0
         """Number of collectives and comparisons that this rank has begun so far, and the label of the last one."""
+        self.agreed: Callable[[CollectiveLog], None] | None = None
+        """Called after all ranks have agreed, if set: at the same point of the program on every rank."""
         self.has_news = False
         """Whether anything was issued since ranks last agreed."""
         self.has_abandoned = False
@@ -183,6 +185,8 @@ class CollectiveLog(Agreement):
         self._forget()
         self._reason = ""
         self.heard = received[_HEAD.size]
+        if self.agreed is not None:
+            self.agreed(self)
         return received[_HEAD.size + 1 :]
 
     def greatest(self, flags: bytes) -> bytes:

@@ -67,7 +67,8 @@ def export(model: Any, inputs: Inputs, generates: bool, opset: int) -> Export:
     """Return the graphs of a model in evaluation mode, on the CPU.
 
     Args:
-        model: a transformers model in fp32.
+        model: a transformers model in fp32. It answers as before, but is good for nothing else: parts of it are
+            prepared for the trace.
         inputs: makes its inputs.
         generates: whether the model is to generate text: its graphs then carry what it keeps of earlier tokens.
         opset: the version of ONNX's operators.
@@ -238,7 +239,7 @@ def _decoder_input(name: str) -> str:
 
 
 def _kept(name: str, prefix: str) -> str:
-    """Return the name of a part of a cache with its new prefix; other names as they are."""
+    """Return the name of a part of a cache with its new prefix, or that of another input as in transformers.js."""
     plain = name.removeprefix("input.").removeprefix("output.")
     if plain == packing.GRID:
         return packing.GRID_INPUT

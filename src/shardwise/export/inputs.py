@@ -18,7 +18,10 @@ _SEED = 20
 _LONGEST = 17
 """Number of tokens in the longest made-up sequence of a batch, if the model has so many positions."""
 _LONG = 300
-"""Number of tokens in a sequence by itself that is longer than the pieces in which models work through one."""
+"""Number of tokens in a sequence by itself, longer than the pieces in which linear attention and state-space models
+work through one."""
+_COMPARED = 32
+"""Number of its last tokens whose outputs are compared."""
 _IMAGE, _CHANNELS = 224, 3
 _WAVE = 16_000
 
@@ -120,10 +123,12 @@ class Inputs:
             seen = {PIXELS: torch.randn(shape.batch, *_image(self._config), generator=generator)}
         return {**self.with_mask(ids, mask, seen.get(GRID)), **seen}
 
-    def columns(self, arguments: dict[str, Tensor]) -> Tensor | None:
-        """Return the places in each row where something is read, of arguments that this made: those that are no
-        picture's; None for all."""
-        return None if self.pictures is None else (arguments["input_ids"][0] != self.pictures.token).nonzero()[:, 0]
+    def columns(self, arguments: dict[str, Tensor]) -> Tensor:
+        """Return the places in each row, of arguments for a text that this made, whose outputs are compared: not those
+        of a picture, of which there may be a thousand, and the last of a long text."""
+        ids = arguments["input_ids"][0]
+        token = None if self.pictures is None else self.pictures.token
+        return (torch.ones_like(ids) if token is None else ids != token).nonzero()[-_COMPARED:, 0]
 
     def _mask(self, shape: Shape) -> Tensor:
         mask = torch.ones(shape.batch, shape.length, dtype=torch.int64)

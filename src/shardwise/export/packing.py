@@ -207,9 +207,11 @@ class SeeingOne(nn.Module):
         base = self._model.base_model
         handle = base.multi_modal_projector.register_forward_hook(lambda *called: seen.append(called[-1]))
         height, width = pixel_values.shape[2:]
-        with mock.patch.object(sys.modules[type(base).__module__], "torch", _OfOnePicture()):
-            self._model.get_image_features(pixel_values, image_sizes=[(height, width)], return_dict=True)
-        handle.remove()
+        try:
+            with mock.patch.object(sys.modules[type(base).__module__], "torch", _OfOnePicture()):
+                self._model.get_image_features(pixel_values, image_sizes=[(height, width)], return_dict=True)
+        finally:
+            handle.remove()
         return {"image_features": seen[0].flatten(0, -2)}
 
 

@@ -54,8 +54,8 @@ class Pictures:
         """Return what a model does with pictures of a shape (channels, height, width); None = its configuration names
         none.
 
-        Raises UserError if that is not known: it takes more than pixels, as of pictures of any size, or it puts their
-        features elsewhere.
+        Raises UserError if that is not known: it takes something else beside pixels than their sizes, or it does more
+        with features than to put them in place of tokens.
         """
         name, config = type(model).__name__, model.config
         token = getattr(config, "image_token_id", None)
@@ -66,12 +66,10 @@ class Pictures:
             raise UserError(f"{name} does not put pictures in place of tokens{IN_PARTS}")
         taken = {*_parameters(seeing), *_parameters(model.get_encoder(modality="image").forward)}
         said = min(taken & _ANY_SIZE.keys(), default="")
-        way = _any_size(model, _ANY_SIZE[said]) if said else None
-        if way is not None:
-            rope = getattr(model.base_model, "get_rope_index", None)
-            return cls(int(token), way, 0, 1, rope)
-        if shape is None or said:
-            raise UserError(f"{name} takes pictures of any size{f' ({said})' * bool(said)}{IN_PARTS}")
+        if said:
+            return cls._of_any_size(model, int(token), said)
+        if shape is None:
+            raise UserError(f"{name} takes pictures of any size{IN_PARTS}")
         refused = ""
         for seen in (shape, (1, *shape)):  # Idefics and SmolVLM take several pictures for each row
             try:
@@ -89,12 +87,17 @@ class Pictures:
                 return cls(int(token), OneSize(seen, tokens, separates), first, marked)
         raise UserError(f"{name} cannot see pictures by their pixels alone ({refused}){IN_PARTS}")
 
-
-def _any_size(model: Any, way: type[Patches | Padded]) -> Patches | Padded | None:
-    try:
-        return way.of(model)
-    except Exception:  # whatever a model says of inputs that it cannot take
-        return None
+    @classmethod
+    def _of_any_size(cls, model: Any, token: int, said: str) -> Pictures:
+        """Return what a model does with pictures whose sizes are told by the argument `said`."""
+        why = "its features are not those of its encoder or projector alone"
+        try:
+            way = _ANY_SIZE[said].of(model)
+        except Exception as error:  # whatever a model says of inputs that it cannot take
+            way, why = None, one_line(error, with_type=True)
+        if way is None:
+            raise UserError(f"{type(model).__name__} takes pictures of any size by {said} ({why}){IN_PARTS}")
+        return cls(token, way, 0, 1, getattr(model.base_model, "get_rope_index", None))
 
 
 def _parameters(function: Any) -> set[str]:

@@ -123,8 +123,8 @@ class Session:
         return self._pictures is not None and self._pictures.rope is not None
 
     def _embedded(self, arguments: dict[str, Array], sees: bool) -> dict[str, Array]:
-        """Return the arguments with embeddings in place of tokens, and of pictures if it `sees` them; as they are for
-        models that take no pictures in their text."""
+        """Return the arguments with embeddings in place of tokens, and of pictures if it `sees` them, and with what
+        deeper layers are given of those; as they are for models that take no pictures in their text."""
         if self._pictures is None:
             return arguments
         ids = arguments["input_ids"]
@@ -157,7 +157,7 @@ class Session:
 
     def _positions(self, arguments: Mapping[str, Array], last: int | None = None) -> dict[str, Array]:
         """Return the arguments with `position_ids` [batch, length]: padding does not count; of the `last` tokens if
-        given. Models without text are left as they are."""
+        given. Those on three axes, and models without text, are left as they are."""
         if "input_ids" not in arguments or self._on_axes:
             return dict(arguments)
         mask = arguments.get("attention_mask", np.ones_like(arguments["input_ids"]))

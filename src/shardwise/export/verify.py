@@ -70,11 +70,13 @@ class Reference:
         self._tokens = max(1, min(_TOKENS, inputs.longest - _PROMPT.length - 4))
         self._prompt = inputs.make(inputs.with_room(_PROMPT))
         with torch.no_grad():
-            self._columns = [inputs.columns(arguments) for arguments in self._arguments]
-            self._outputs = [
-                _at(columns, _named(model(**arguments)))
-                for columns, arguments in zip(self._columns, self._arguments, strict=True)
-            ]
+            self._columns = list[Tensor | None]()
+            self._outputs = list[dict[str, Array]]()
+            for arguments in self._arguments:
+                outputs = _named(model(**arguments))
+                columns = inputs.columns(arguments) if _is_of_tokens(outputs, arguments) else None
+                self._columns.append(columns)
+                self._outputs.append(_at(columns, outputs))
             self._greedy = None
             if inputs.pictures is not None:
                 self._greedy = _greedy_with_cache(model, self._prompt, self._tokens)
@@ -123,9 +125,14 @@ def _named(returned: Mapping[str, Any]) -> dict[str, Array]:
     return {name: value.numpy() for name, value in returned.items() if isinstance(value, Tensor)}
 
 
+def _is_of_tokens(outputs: Mapping[str, Array], arguments: Mapping[str, Tensor]) -> bool:
+    """Whether a model returns logits for each token of its text."""
+    logits, ids = outputs.get("logits"), arguments.get("input_ids")
+    return logits is not None and ids is not None and logits.ndim == 3 and logits.shape[:2] == tuple(ids.shape)
+
+
 def _at(columns: Tensor | None, outputs: dict[str, Array]) -> dict[str, Array]:
-    """Return the logits [batch, length, vocabulary] at some columns; None = the outputs as they are. Logits at a
-    picture's tokens, of which there may be a thousand, say nothing."""
+    """Return the logits [batch, length, vocabulary] at some columns; None = the outputs as they are."""
     return outputs if columns is None else {"logits": outputs["logits"][:, columns.numpy()]}
 
 

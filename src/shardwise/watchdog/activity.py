@@ -35,7 +35,7 @@ _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _TORCH_WAITS = (_COLLECTIVES, "/torch/distributed/_functional_collectives.py")
 _OF_ALL = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
-    "barrier", "monitored_barrier", "reduce_scatter", "reduce_scatter_tensor",
+    "barrier", "reduce_scatter", "reduce_scatter_tensor",
 }  # fmt: skip
 """Functions of torch that end on no rank before every rank of the group has begun them."""
 _MODULES = "/torch/nn/modules/"
@@ -86,8 +86,9 @@ def own_collective(frame: FrameType | None) -> str:
     return "" if called is None else f"torch.distributed.{called.f_code.co_name}"
 
 
-def needs_all(frame: FrameType | None) -> bool:
-    """Whether a thread waits in a collective of torch's, called by a script, that every rank must come to."""
+def waits_for_world(frame: FrameType | None) -> bool:
+    """Whether a thread waits in a collective of torch's, called by a script, that ends on no rank before all have begun
+    it."""
     called = _called_of_torch(frame)
     if called is None or called.f_code.co_name not in _OF_ALL:
         return False

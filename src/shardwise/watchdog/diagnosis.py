@@ -27,6 +27,28 @@ class State(enum.StrEnum):
     """Its process has ended, or its host does not answer."""
 
 
+class WaitsIn(enum.StrEnum):
+    """Which collective a rank waits in."""
+
+    MODEL = "model"
+    """One of a sharded model, or a comparison."""
+    WORLD = "world"
+    """One of torch's, called by a script, that ends on no rank before all have begun it."""
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What a rank has begun together with others, at what point of a program that is the same on every rank."""
+
+    agreements: int
+    """How often all ranks had agreed. The other numbers count from the last time."""
+    of_model: int
+    """Collectives and comparisons of the sharded model."""
+    of_world: int
+    """Collectives of torch's own that every rank must come to."""
+
+
 @dataclass(frozen=True, slots=True)
 class Status:
     """What a rank says of itself, or what another one on its host sees of it."""
@@ -42,19 +64,17 @@ class Status:
     """Where a script called what it waits in."""
     stack: Sequence[str] = ()
     """Outermost first."""
-    needs_all: bool = False
-    """Whether it waits in a collective of torch's that every rank must come to."""
-    shared: int = -1
-    """Number of collectives and comparisons of sharded models that it has begun, where all ranks begin the same; -1:
-    they may not."""
-    of_all: int = -1
-    """Number of collectives of all ranks, torch's own, that it has begun; -1: not known."""
+    waits_in: WaitsIn = WaitsIn.OTHER
+    begun: Begun | None = None
+    """None: ranks may differ in it, or it is not known."""
 
     @classmethod
     def read(cls, message: bytes) -> Self:
         """Return what `message` says."""
         fields = json.loads(message)
-        return cls(**{**fields, "state": State(fields["state"])})
+        begun = None if fields["begun"] is None else Begun(**fields["begun"])
+        state, waits_in = State(fields["state"]), WaitsIn(fields["waits_in"])
+        return cls(**{**fields, "state": state, "waits_in": waits_in, "begun": begun})
 
     def message(self) -> bytes:
         """Return it as a message."""
@@ -123,16 +143,22 @@ def diagnose(statuses: Mapping[int, Status], least_s: float, all_ranks: int) -> 
 
 
 def _is_circle(statuses: Collection[Status]) -> bool:
-    """Whether a rank waits in a collective that another, which waits elsewhere, has not begun, and the other way round.
+    """Whether a rank waits for all in a collective that another has not begun, and that one in one of the model that
+    the first has not begun.
 
     Where one has begun what the other waits in, networks may still be at it, or be down for a while.
     """
-    if any(status.shared < 0 or status.of_all < 0 for status in statuses):
-        return False
-    return any(
-        one.needs_all and not other.needs_all and one.shared < other.shared and one.of_all > other.of_all
-        for one in statuses
-        for other in statuses
+    waiting = [(status.waits_in, status.begun) for status in statuses]
+    world = [begun for waits_in, begun in waiting if waits_in is WaitsIn.WORLD]
+    model = [begun for waits_in, begun in waiting if waits_in is WaitsIn.MODEL]
+    return all(begun is not None for _, begun in waiting) and any(
+        one is not None
+        and other is not None
+        and one.agreements == other.agreements
+        and one.of_model < other.of_model
+        and one.of_world > other.of_world
+        for one in world
+        for other in model
     )
 
 

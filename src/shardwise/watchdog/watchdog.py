@@ -37,7 +37,7 @@ from shardwise.comm.store_channel import Exchanges
 from shardwise.engine.checked import CheckedEngine
 from shardwise.errors import ConfigError
 from shardwise.watchdog import activity
-from shardwise.watchdog.diagnosis import Diagnosis, State, Status, diagnose, ranks_in_words
+from shardwise.watchdog.diagnosis import Begun, Diagnosis, State, Status, WaitsIn, diagnose, ranks_in_words
 
 VARIABLE = "SHARDWISE_HANG_TIMEOUT_S"
 """Environment variable: seconds that ranks wait for one that stands still before all end; 0: no watchdog. Where it is
@@ -153,8 +153,10 @@ class Watchdog:
         """Number of alarms that are over, and when the last one was."""
         self._told = ""
         """What was last said of the present wait."""
-        self._is_certain = False
-        """Whether no rank could go on when ranks last told one another."""
+        self._circle: object = None
+        """Where ranks were when they last told one another, if none could go on."""
+        self._point: Begun | None = None
+        """When all ranks last agreed: how often they had, and all that this rank had begun by then."""
         self._window, self._looks, self._waits = _window(), 0, 0
         self._said_waits = ""
         """The key under which this rank last said that it waited much."""
@@ -176,6 +178,8 @@ class Watchdog:
         """Follow one more engine."""
         alive = (one for one in self._logs if one() is not None)
         self._steps_before, self._has_pace = self.steps, False  # it loads and compiles first
+        self._point = None
+        engine.log.agreed = self._agreed
         self._logs = (*alive, weakref.ref(engine.log))  # a new tuple, since the thread may be reading the old one
 
     def stop(self) -> None:
@@ -233,7 +237,7 @@ class Watchdog:
             if self._has_pace:
                 self._longest_s = max(self._longest_s, now - self._met)
             self._met, self._told, self._has_pace = now, "", self._is_steady
-            self._is_certain = False
+            self._circle = None
 
     def _frame(self) -> FrameType | None:
         return activity.working_thread(self.trains)
@@ -259,18 +263,16 @@ class Watchdog:
         statuses = self._statuses(number)
         diagnosis = diagnose(statuses, self._seconds / 2, self.world_size)
         if diagnosis is None:
+            self._circle = None
             return
-        was_certain, self._is_certain = self._is_certain, diagnosis.is_certain
-        if diagnosis.is_hang and (self._ends or (was_certain and self._is_certain)):
+        before, self._circle = self._circle, _where(statuses) if diagnosis.is_certain else None
+        if diagnosis.is_hang and (self._ends or (self._circle is not None and self._circle == before)):
             self._end_all(number, diagnosis, statuses)
         told, self._told = self._told, diagnosis.headline.rpartition(": ")[2]
         if self._speaks(statuses) and told != self._told:
             hint = f"  {VARIABLE}={self._seconds:.0f} would end all ranks in such a case." if diagnosis.is_hang else ""
-            hint = (
-                "  None of them can go on: they end if that is so the next time they look."
-                if self._is_certain
-                else hint
-            )
+            if self._circle is not None:
+                hint = "  None of them can go on: they end if that is so the next time they look."
             _say([f"shardwise: {diagnosis.headline}. Ranks wait on.", *diagnosis.details, *filter(None, [hint])])
 
     def _statuses(self, number: int) -> dict[int, Status]:
@@ -309,25 +311,33 @@ class Watchdog:
         log = self._last() if self._last is not None else None
         last = "" if log is None else log.last_in_words
         site = activity.call_site(frame)
-        needs_all = state is State.WAITS and activity.needs_all(frame)
+        waits_in = WaitsIn.OTHER
         if state is State.WAITS:
-            last = activity.own_collective(frame) or last
+            own = activity.own_collective(frame)
+            last = own or last
+            waits_in = WaitsIn.WORLD if activity.waits_for_world(frame) else WaitsIn.OTHER if own else WaitsIn.MODEL
         for_s, stack = time.monotonic() - self._met, activity.stack(frame)
-        return Status(state, for_s, self._host, self._pid, last, site, stack, needs_all, self._begun, self._of_all)
+        return Status(state, for_s, self._host, self._pid, last, site, stack, waits_in, self._begun())
 
-    @property
-    def _begun(self) -> int:
-        """How much this rank has begun together with others; -1 if models are on parts of ranks, which may differ."""
-        logs = [log for one in self._logs if (log := one()) is not None]
-        return sum(log.shared for log in logs) if all(log.ranks == self.world_size for log in logs) else -1
+    def _agreed(self, log: CollectiveLog) -> None:
+        """Count from here what this rank begins. Called by the thread that trains."""
+        agreements = 1 if self._point is None else self._point.agreements + 1
+        self._point = Begun(agreements, log.shared, self._world_begun())
 
-    @property
-    def _of_all(self) -> int:
+    def _world_begun(self) -> int:
         """How many collectives this rank has begun in the group of all ranks; -1 if torch does not count them."""
         group: Any = self._group()
         with contextlib.suppress(RuntimeError):
             return -1 if group is None else int(group._get_sequence_number_for_group())
         return -1
+
+    def _begun(self) -> Begun | None:
+        """Return what this rank has begun since all ranks agreed; None where ranks may differ in what they count: there
+        are several models, or one on some of the ranks."""
+        log, point, world = self._logs[0]() if len(self._logs) == 1 else None, self._point, self._world_begun()
+        if log is None or log.ranks != self.world_size or point is None or min(world, point.of_world) < 0:
+            return None
+        return Begun(point.agreements, log.shared - point.of_model, world - point.of_world)
 
     def _end_window(self) -> None:
         """Say so if this rank waited much; the first of those that did names the ranks that did not."""
@@ -393,10 +403,10 @@ class Watchdog:
         sys.excepthook = lambda *_: os._exit(_STATUS)
         lines = [f"shardwise: {diagnosis.headline}. All ranks end."]
         if self._speaks(statuses):
-            lines += [
-                *diagnosis.details,
-                f"  If this is no hang, give ranks more time: {VARIABLE}={self._most_s * 5:.0f} (seconds; 0: for ever)",
-            ]
+            way_out = f"give ranks more time: {VARIABLE}={self._most_s * 5:.0f} (seconds; 0: for ever)"
+            if not self._ends:
+                way_out = f"{VARIABLE}=0 turns the watchdog off; please report it"
+            lines += [*diagnosis.details, f"  If this is no hang, {way_out}"]
         _say(lines)
         deadline = time.monotonic() + self._answer_s
         with contextlib.suppress(RuntimeError, OSError):
@@ -471,6 +481,11 @@ class _TimelyStore:
 def _window() -> int:
     """Return the number of the present window, which is the same on all hosts whose clocks agree."""
     return int(time.time()) // _WINDOW_S
+
+
+def _where(statuses: Mapping[int, Status]) -> object:
+    """Return where ranks are: equal if none has moved."""
+    return {rank: (status.waits_in, status.begun, status.last, status.site) for rank, status in statuses.items()}
 
 
 def _able(statuses: Mapping[int, Status]) -> list[int]:
