@@ -35,6 +35,7 @@ NAMES = (
     "torch._foreach_norm",
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
     "torch._guards.detect_fake_mode",
+    "torch._higher_order_ops.scan",
     "torch._neg_view",
     "torch._ops.OpOverload",
     "torch._subclasses.fake_tensor.DataDependentOutputException",

@@ -61,7 +61,7 @@ def gated_delta_rule(  # noqa: PLR0913, PLR0917 - transformers' own
         output_final_state: whether the state is wanted.
         use_qk_l2norm_in_kernel: whether queries and keys are divided by their norm first.
     """
-    from torch._higher_order_ops.scan import scan
+    from torch._higher_order_ops import scan
 
     batch, length, heads, width = value.shape
     if use_qk_l2norm_in_kernel:
