@@ -155,8 +155,15 @@ def test_pictures_that_do_not_come_in_place_of_tokens_are_refused():
         Inputs(transformers.GitForCausalLM(config), pad_left=True)
 
 
-def test_two_decoders_take_more_memory(monkeypatch):
-    model = gemma()
+def linear_attention():
+    return transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(**{**SIZES, "vocab_size": 9}, num_experts=0, layer_types=["linear_attention"])
+    )
+
+
+@pytest.mark.parametrize("build", [gemma, linear_attention])
+def test_two_decoders_take_more_memory(build, monkeypatch):
+    model = build()
     weights = 4 * sum(parameter.numel() for parameter in model.parameters())
     for free, is_refused in ((4 * weights, True), (6 * weights, False)):
         monkeypatch.setattr("shardwise.device_tools.free_host_bytes", lambda free=free: free)

@@ -16,7 +16,7 @@ from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.interchange.model_directories import find_model
 from shardwise.checkpoint.interchange.safetensors_files import configuration_of
 from shardwise.errors import CheckpointError, UsageError, one_line
-from shardwise.export import pictures
+from shardwise.export import delta_rule, pictures
 from shardwise.tables import format_bytes
 
 TIMES, TIMES_QUANTIZED, TIMES_MORE = 3, 5, 2
@@ -85,8 +85,9 @@ def _described(path: Path, text: str) -> tuple[Any, Any]:
 def _refuse_large(model_class: Any, config: Any, text: str, times: int) -> None:
     """Raise UsageError if an export of this model would take more memory than there is."""
     with torch.device("meta"):
-        numel = sum(parameter.numel() for parameter in model_class(config).parameters())
-    if pictures.reads_prompts_otherwise(model_class) and model_class.can_generate():
+        model = model_class(config)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    if model.can_generate() and (pictures.reads_prompts_otherwise(model) or delta_rule.modules(model)):
         times += TIMES_MORE
     needed, free = times * 4 * numel, device_tools.free_host_bytes()
     if needed > free:
