@@ -94,7 +94,7 @@ class Pictures:
         try:
             way = _ANY_SIZE[said].of(model)
         except Exception as error:  # whatever a model says of inputs that it cannot take
-            way, why = None, one_line(error, with_type=True)
+            way, why = None, one_line(error, with_type=True).rstrip(".")
         if way is None:
             raise UserError(f"{type(model).__name__} takes pictures of any size by {said} ({why}){IN_PARTS}")
         return cls(token, way, 0, 1, getattr(model.base_model, "get_rope_index", None))
