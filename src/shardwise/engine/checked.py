@@ -151,6 +151,8 @@ class CheckedEngine(Engine):
         """Tells peers that a backward raised."""
         self.is_suspended = False
         """Whether `sw.unsharded` is active: modules hold full parameters and the hooks do nothing."""
+        self._has_raised = False
+        """Whether the backward under way raised; the rest of it is cleared up later."""
         self._finisher: Callable[[], object] = _nothing
         """Weak reference to the callback that autograd holds until the backward under way is over or has raised."""
 
@@ -178,6 +180,8 @@ class CheckedEngine(Engine):
         self.reshard_all()
         self.unsharder.release(self.units)
         self.reducer.slots.release(self.units)
+        for reduction in self.reducer.custom.values():
+            reduction.abandon()
         self._is_allocated = False
 
     @property
@@ -347,7 +351,7 @@ class CheckedEngine(Engine):
 
     def begin_backward(self) -> None:
         """As in the base class; abandon one that raised first."""
-        if self.backward is Backward.RAISED and self._finisher() is None:  # else autograd is still unwinding it
+        if self._has_raised and self._finisher() is None:  # else autograd is still unwinding it
             self._abandon_backward()
         super().begin_backward()
 
@@ -386,7 +390,7 @@ class CheckedEngine(Engine):
         for forward in self.walked:
             forward.close()
         self.show_sharded()
-        self.backward = Backward.RAISED
+        self.backward, self._has_raised = Backward.ENDING, True
         self.unsharder.settle()
         if was_running:
             self.report()
@@ -402,7 +406,7 @@ class CheckedEngine(Engine):
     def show_sharded(self) -> None:
         """Let modules hold the sharded parameters, except those whose forward is under way. No communication."""
         if self.backward is Backward.RUNNING:
-            self.backward = Backward.RAISED
+            self.backward, self._has_raised = Backward.ENDING, True
         for unit in self.units:
             if unit.parameters.state is ParameterState.IN_USE and not unit.in_forward:
                 unit.parameters.show_sharded()
@@ -419,7 +423,7 @@ class CheckedEngine(Engine):
     def _abandon_backward(self) -> None:
         self.walked.clear()
         _abandon_gradients(self.reducer, self.units)
-        self.backward = Backward.NONE
+        self.backward, self._has_raised = Backward.NONE, False
         self.reshard_all()
 
     def _abandon_forward(self) -> None:
@@ -438,8 +442,8 @@ def _abandon_gradients(reducer: CustomReducer, units: Sequence[Unit]) -> None:
         gradients = unit.gradients
         gradients.close()
         gradients.forget(gradients.keys)
-        if gradients.custom is not None:
-            gradients.custom.abandon()
+        if unit in reducer.custom:
+            reducer.custom[unit].abandon()
         for group in unit.groups:
             group.gradients.end_backward()
             for leaf in group.leaves:

@@ -3,7 +3,7 @@ in each backward, slots of one unit alone, and observers of a backward's reducti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -115,14 +115,16 @@ class OwnSlots(ReduceSlots):
         self._largest.clear()
         for unit in units:
             unit.gradients.forget_slots()
-            if unit.gradients.custom is not None:
-                unit.gradients.custom.abandon()
             for group in unit.groups:
                 group.gradients.release()
 
 
 class CustomInFlight(InFlight):
     """Reductions under way, of which some are custom."""
+
+    def __init__(self, custom: Mapping[Unit, CustomReduction]) -> None:
+        super().__init__()
+        self._custom = custom
 
     def make_room(self, unit: Unit) -> None:
         """Called before sums of the unit begin. Gradients that are not resident need room in memory."""
@@ -134,10 +136,11 @@ class CustomInFlight(InFlight):
 
     def settle(self, unit: Unit, group: Group, summed: Tensor) -> None:
         """As in the base class, or as the unit's custom reduction does."""
-        if unit.gradients.custom is None:
+        custom = self._custom.get(unit)
+        if custom is None:
             super().settle(unit, group, summed)
         else:
-            unit.gradients.custom.settle(summed, *group.gradients.prepare_sum())
+            custom.settle(summed, *group.gradients.prepare_sum())
 
 
 class CustomReducer(Reducer):
@@ -149,8 +152,10 @@ class CustomReducer(Reducer):
     def __init__(self, mesh: Mesh, log: Agreement) -> None:
         """As that of the base class."""
         super().__init__(mesh, log)
+        self.custom: dict[Unit, CustomReduction] = {}
+        """By unit: what is made of its reductions, where that is no mean over all ranks in each backward."""
         self.slots = OwnSlots(self.collectives)
-        self.in_flight = CustomInFlight()
+        self.in_flight = CustomInFlight(self.custom)
         self._additions: dict[float, ScaledAddition] = {float(mesh.world_size): self.mean}
         """By the divisor of the sum."""
         self.observers: list[ReductionObserver] = []
@@ -170,25 +175,23 @@ class CustomReducer(Reducer):
 
     def allocate(self, units: Sequence[Unit], nesting: int) -> None:
         """As in the base class. Raises UsageError if gradients wait in slots."""
-        custom = [unit.gradients.custom for unit in units if unit.gradients.custom is not None]
-        for reduction in custom:
+        for reduction in self.custom.values():
             reduction.check_none_waits()
         super().allocate(units, nesting)
-        for reduction in custom:
+        for reduction in self.custom.values():
             reduction.allocate(self)
 
     def begin(self, units: Sequence[Unit]) -> None:
         """Begin a backward. No communication."""
-        for unit in units:
-            if unit.gradients.custom is not None:
-                unit.gradients.custom.begin_backward()
+        for reduction in self.custom.values():
+            reduction.begin_backward()
 
     def open(self, unit: Unit) -> None:
         """As in the base class, in the unit's own slot if it has one."""
         gradients = unit.gradients
         if gradients.slot is None and gradients.reduce_bytes:
-            if gradients.custom is not None:
-                gradients.custom.open()
+            if unit in self.custom:
+                self.custom[unit].open()
             own = self.slots.own.get(unit)
             gradients.open(self.claim(own or self.find_slot(self.slots.shared, unit), unit))
 
@@ -196,14 +199,14 @@ class CustomReducer(Reducer):
         """As in the base class. If a reduction is not due, everything stays in the slot."""
         gradients = unit.gradients
         gradients.scaled.flush()
-        if gradients.slot is not None and (gradients.custom is None or gradients.custom.is_due):
+        if gradients.slot is not None and (unit not in self.custom or self.custom[unit].is_due):
             for observer in self.observers:
                 observer.begin_reduction(unit)
             self._start(unit, gradients.complete())
 
     def start_sum(self, unit: Unit, slot: Slot[Unit], label: int) -> None:
         """Start to sum the slot as its unit's custom reduction does, or as other units are."""
-        custom = unit.gradients.custom
+        custom = self.custom.get(unit)
         if custom is None or not custom.start(slot, label):
             self.start_mean(unit, slot, label)
 
@@ -217,7 +220,7 @@ class CustomReducer(Reducer):
         """As in the base class, for the units whose reductions are due."""
         due = []
         for unit in units:
-            custom = unit.gradients.custom
+            custom = self.custom.get(unit)
             if custom is not None and not custom.is_due:
                 custom.end_backward()
             elif unit.gradients.keys:
@@ -240,12 +243,12 @@ class CustomReducer(Reducer):
 
     def statuses_of(self, unit: Unit) -> bytes:
         """As in the base class, with what a custom reduction keeps."""
-        return unit.gradients.statuses() if unit.gradients.custom is None else unit.gradients.custom.statuses()
+        return self.custom.get(unit, unit.gradients).statuses()
 
     def _write_grads(self, units: Sequence[Unit], of_units: Sequence[Sequence[int]]) -> None:
         with self.writing_grads():
             for unit, statuses in zip(units, of_units, strict=True):
-                if unit.gradients.custom is not None and unit.gradients.custom.keep(statuses):
+                if unit in self.custom and self.custom[unit].keep(statuses):
                     continue
                 unit.gradients.write_grads(statuses)
                 for observer in self.observers:

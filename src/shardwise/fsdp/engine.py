@@ -44,9 +44,7 @@ class Backward(enum.Enum):
     RUNNING = "running"
     """Autograd is at work, and may recompute forwards."""
     ENDING = "ending"
-    """Autograd is done; `finish_backward` reduces the rest and writes gradients to `.grad`."""
-    RAISED = "raised"
-    """Autograd or `finish_backward` raised, in an engine that clears up after that."""
+    """Autograd is done, or raised; `finish_backward` reduces the rest and writes gradients to `.grad`."""
 
 
 class Engine:

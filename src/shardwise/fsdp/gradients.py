@@ -230,8 +230,6 @@ class UnitGradients:
         self.keys: list[Key] = [(g, i) for g, group in enumerate(groups) for i in range(len(group.fqns))]
         self.slot: Slot[Any] | None = None
         """The reduce slot that gradients are collected in now."""
-        self.custom: Any = None
-        """What an extension makes of its reductions; None for a mean over all ranks in each backward."""
         self.reduce_bytes = 0
         """Bytes that the gradients take in a reduce slot, in the reduce dtype."""
         self.scaled: ScaledAddition

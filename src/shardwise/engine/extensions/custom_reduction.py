@@ -240,7 +240,8 @@ class SettableReduction:
 
 def custom_reduction(unit: Unit) -> SettableReduction | None:
     """Return the unit's, or None if it has none."""
-    custom = unit.gradients.custom
+    engine = unit.listener
+    custom = engine.reducer.custom.get(unit) if isinstance(engine, CheckedEngine) else None
     return custom if isinstance(custom, SettableReduction) else None
 
 
@@ -258,10 +259,10 @@ def change_settings(engine: CheckedEngine, unit: Unit, **changes: Any) -> None:
     settings = replace(settings_of(unit), **changes)
     if backward_steps(engine) is not None and not (settings.now and settings.over_replicas):
         BackwardSteps.refuse("sw.no_sync", "each backward takes a step, so gradients of several are never added")
-    if unit.gradients.custom is None:
+    if unit not in engine.reducer.custom:
         if settings == MEAN:
             return
-        unit.gradients.custom = SettableReduction(unit)
+        engine.reducer.custom[unit] = SettableReduction(unit)
         _watch_steps()
     custom = custom_reduction(unit)
     assert custom is not None

@@ -317,7 +317,7 @@ def attach_offload(engine: CheckedEngine) -> None:
     if not all(group.is_resident for group in groups):
         engine.hooks.prefetched.append(partial(_read_ahead, engine))
     if any(isinstance(group.gradients, OffloadedGradient) for group in groups):
-        engine.reducer.in_flight = RingInFlight()
+        engine.reducer.in_flight = RingInFlight(engine.reducer.custom)
 
 
 def _slices(unit: Unit) -> int:
