@@ -44,6 +44,14 @@ def test_shapes_leave_room_for_what_is_generated():
     assert not all(shape.padded for shape in inputs.shapes())
 
 
+def test_one_shape_is_longer_than_the_pieces_of_linear_attention():
+    inputs = Inputs(bert(max_position_embeddings=512), pad_left=False)
+    long = inputs.shapes()[-1]
+    assert long == Shape(1, 300)
+    compared = inputs.columns(inputs.make(long))
+    assert compared.tolist() == list(range(268, 300))
+
+
 def test_only_a_classifier_of_sequences_ends_them():
     model = bert(max_position_embeddings=32, eos_token_id=7, pad_token_id=0)
     text = Inputs(model, pad_left=False).make(Shape(2, 6, padded=True))["input_ids"]

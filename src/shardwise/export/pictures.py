@@ -134,7 +134,7 @@ class Embedding(nn.Module):
 
 
 def reads_prompts_otherwise(model: Any) -> bool:
-    """Whether tokens of a prompt may see later ones, as those of one picture do in Gemma 3. `model` may be a class."""
+    """Whether tokens of a prompt may see later ones, as those of one picture do in Gemma 3."""
     return {"pixel_values", "token_type_ids"} <= _parameters(model.forward)
 
 

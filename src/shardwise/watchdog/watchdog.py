@@ -315,7 +315,10 @@ class Watchdog:
         if state is State.WAITS:
             own = activity.own_collective(frame)
             last = own or last
-            waits_in = WaitsIn.WORLD if activity.waits_for_world(frame) else WaitsIn.OTHER if own else WaitsIn.MODEL
+            if not own:
+                waits_in = WaitsIn.MODEL
+            elif activity.waits_for_world(frame):
+                waits_in = WaitsIn.WORLD
         for_s, stack = time.monotonic() - self._met, activity.stack(frame)
         return Status(state, for_s, self._host, self._pid, last, site, stack, waits_in, self._begun())
 
