@@ -280,15 +280,21 @@ def test_without_huggingface_hub(hub: mock.Hub, tmp_path: Path) -> None:
 def test_several_ranks_download_once(hub: mock.Hub, tmp_path: Path) -> None:
     """The first of the machine, while the others wait longer than they would in a collective."""
     commit = hub.add("org/sharded", {**SHARDED, "model-2.safetensors": os.urandom(3 * 2**20)}).refs["main"]
-    hub.bytes_per_s = 2**20
+    hub.bytes_per_s = 3 * 2**20 / 8  # 8 s, where a collective waits for 5
     code = """
-import datetime, os, sys, time
+import os, sys
+from datetime import timedelta
+import huggingface_hub.hf_api
+import torch
 import torch.distributed as dist
 from shardwise.hub import fetch_together
 from shardwise.train.process.ranks import Ranks
-import torch
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
-ranks = Ranks(dist.get_rank(), 3, torch.device("cpu"))
+store = dist.FileStore(sys.argv[1], 3)
+rank = int(os.environ["RANK"])
+store.set(f"imported {rank}", "")
+store.wait([f"imported {peer}" for peer in range(3)], timedelta(seconds=100))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=5))
+ranks = Ranks(rank, 3, torch.device("cpu"))
 folder = fetch_together("org/sharded", "here", ranks, weights=True)
 assert (folder / "model-2.safetensors").stat().st_size == 3 * 2**20
 print(folder.name)
@@ -297,15 +303,8 @@ dist.destroy_process_group()
     variables = {**os.environ, **hub.environment(tmp_path / "home")}
     clients = [
         subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={
-                **variables,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "3",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(hub.server_address[1] + 1),
-            },
+            [sys.executable, "-c", code, str(tmp_path / "store")],
+            env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
