@@ -205,8 +205,24 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[], Any]]] = {
         "text and image",
         made(
             "LlavaNextForConditionalGeneration", "LlavaNextConfig", image_token_index=PICTURE,
-            image_grid_pinpoints=[[32, 64]], text_config={"model_type": "llama", **READER},
+            image_grid_pinpoints=[[32, 64], [64, 32], [64, 64]], text_config={"model_type": "llama", **READER},
             vision_config={"model_type": "clip_vision_model", **LAYERS, **IMAGES},
+        ),
+    ),
+    "llava_onevision": (
+        "text and image",
+        made(
+            "LlavaOnevisionForConditionalGeneration", "LlavaOnevisionConfig", image_token_index=PICTURE,
+            image_grid_pinpoints=[[32 * rows, 32 * columns] for rows in (1, 2, 3, 4) for columns in (1, 2, 3, 4)],
+            text_config={"model_type": "qwen2", **READER},
+            vision_config={"model_type": "siglip_vision_model", **LAYERS, **IMAGES},
+        ),
+    ),
+    "paddleocr_vl": (
+        "text and image",
+        made(
+            "PaddleOCRVLForConditionalGeneration", "PaddleOCRVLConfig", **MARKS, text_config=AXES,
+            vision_config={**LAYERS, **IMAGES, "spatial_merge_size": 2},
         ),
     ),
     "mistral3": (

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch import nn
 from transformers import vision_utils as theirs
 
 from shardwise.export import grids
@@ -102,6 +101,19 @@ def padded(name, text, **more):
     return getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
 
 
+def paddle():
+    """It merges patches behind its encoder, and takes each as a square."""
+    text = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.PaddleOCRVLConfig(
+        image_token_id=7,
+        text_config={**text, **rope, "num_attention_heads": 2, "num_key_value_heads": 1},
+        vision_config={**vision, "patch_size": 4, "image_size": 20, "spatial_merge_size": 2},
+    )
+    return transformers.PaddleOCRVLForConditionalGeneration(config).eval()
+
+
 def pixtral():
     return padded("Llava", "llama", vision_feature_select_strategy="full")
 
@@ -110,24 +122,26 @@ def mistral():
     return padded("Mistral3", "mistral", spatial_merge_size=2)
 
 
-def test_an_encoder_sees_the_same():
+@pytest.mark.parametrize("build", [qwen, paddle])
+def test_an_encoder_sees_the_same(build):
     """Windows and pictures are one attention with a mask: sums in another order, so 1e-6 apart at most."""
     torch.manual_seed(0)
-    model = qwen()
-    pixels = torch.randn(PATCHES, 96)
+    model = build()
+    way = Patches.of(model)
+    pixels = torch.randn(PATCHES, *way.patch)
     with torch.no_grad():
         expected = torch.cat(list(model.get_image_features(pixels, SIZES, return_dict=True).pooler_output))
-        found = SeeingPatches(model.get_encoder(modality="image"))(pixels, SIZES)
+        found = SeeingPatches(model, way.last)(pixels, SIZES)
         again = torch.cat(list(model.get_image_features(pixels, SIZES, return_dict=True).pooler_output))
     assert set(found) == {"image_features"}
     torch.testing.assert_close(found["image_features"], expected, rtol=0, atol=1e-6)
     assert torch.equal(again, expected)  # the model itself is as it was
 
 
-@pytest.mark.parametrize("build", [qwen, pixtral, mistral])
+@pytest.mark.parametrize("build", [qwen, paddle, pixtral, mistral])
 def test_what_is_made_up_is_what_a_model_takes(build):
     model = build()
-    way = (Patches if build is qwen else Padded).of(model)
+    way = (Patches if build in (qwen, paddle) else Padded).of(model)
     assert way is not None
     given = way.make(2, torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -137,43 +151,29 @@ def test_what_is_made_up_is_what_a_model_takes(build):
     assert [len(one) for one in expected] == [way.tokens] * 2
     torch.testing.assert_close(found[: way.tokens], expected[0], rtol=0, atol=1e-6)
     feeds = way.feeds({name: value.numpy() for name, value in given.items()})
-    assert len(feeds) == (1 if build is qwen else 2)
+    assert len(feeds) == (1 if isinstance(way, Patches) else 2)
     assert np.array_equal(feeds[0]["pixel_values"], arguments["pixel_values"].numpy())
 
 
 def test_what_is_known_of_a_model():
-    assert Patches.of(qwen()) == Patches(width=96, merged=2)
+    assert Patches.of(qwen()) == Patches(patch=(96,), merged=2, last="")
+    assert Patches.of(paddle()) == Patches(patch=(3, 4, 4), merged=2, last="projector")
     assert Padded.of(pixtral()) == Padded(channels=3, side=4)
     assert Padded.of(mistral()) == Padded(channels=3, side=8)
 
 
-def test_a_model_that_changes_what_its_encoder_saw_is_refused(monkeypatch):
-    model = qwen()
-    encoder = model.get_encoder(modality="image")
-    monkeypatch.setattr(type(model), "get_encoder", lambda *_, **__: Doubled(encoder))
-    assert Patches.of(model) is None
+@pytest.mark.parametrize(("build", "way"), [(qwen, Patches), (paddle, Patches), (mistral, Padded)])
+def test_a_model_that_changes_what_its_parts_made_is_refused(build, way, monkeypatch):
+    model = build()
+    for one in (model, model.base_model):
+        monkeypatch.setattr(one, "get_image_features", doubled(one.get_image_features))
+    assert way.of(model) is None
 
 
-def test_a_model_that_changes_what_its_projector_made_is_refused(monkeypatch):
-    model = mistral()
-    own = model.get_image_features
-
-    def doubled(*args, **kwargs):
+def doubled(own):
+    def get_image_features(*args, **kwargs):
         seen = own(*args, **kwargs)
         seen.pooler_output = [2 * one for one in seen.pooler_output]
         return seen
 
-    monkeypatch.setattr(model, "get_image_features", doubled)
-    assert Padded.of(model) is None
-
-
-class Doubled(nn.Module):
-    """An encoder whose features are not the model's."""
-
-    def __init__(self, encoder):
-        super().__init__()
-        self.encoder = encoder
-
-    def forward(self, pixels, grid_thw, **_):
-        seen = self.encoder(pixels, grid_thw=grid_thw, return_dict=True)
-        return types.SimpleNamespace(pooler_output=2 * seen.pooler_output)
+    return get_image_features

@@ -116,18 +116,23 @@ def test_positions_begin_where_the_model_begins_them():
     assert not made["token_type_ids"].any()
 
 
-def paddle():
-    text = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-    config = transformers.PaddleOCRVLConfig(image_token_id=7, text_config=text, vision_config=EYES)
-    return transformers.PaddleOCRVLForConditionalGeneration(config)
+def video_llama():
+    """It is also told by how much each picture is shrunk."""
+    config = transformers.VideoLlama3Config(
+        image_token_id=7, text_config={"model_type": "qwen2", **TEXT}, vision_config={**EYES, "patch_size": 4}
+    )
+    return transformers.VideoLlama3ForConditionalGeneration(config)
 
 
 def llava_next():
+    """Without an end of a line."""
     vision, text = {"model_type": "clip_vision_model", **EYES}, {"model_type": "llama", **TEXT}
     config = transformers.LlavaNextConfig(
         image_token_index=7, text_config=text, vision_config=vision, image_grid_pinpoints=[[8, 16]]
     )
-    return transformers.LlavaNextForConditionalGeneration(config)
+    model = transformers.LlavaNextForConditionalGeneration(config)
+    model.model.image_newline = None
+    return model
 
 
 def chameleon():
@@ -140,7 +145,7 @@ def chameleon():
 @pytest.mark.parametrize(
     ("build", "why"),
     [
-        (paddle, "any size by image_grid_thw (ValueError"),
+        (video_llama, "any size by image_grid_thw (TypeError"),
         (llava_next, "any size by image_sizes ("),
         (chameleon, "any size"),
     ],
@@ -148,6 +153,17 @@ def chameleon():
 def test_pictures_of_any_size_are_refused(build, why):
     with pytest.raises(UserError, match=re.escape(f"takes pictures of {why}") + ".*: export its parts"):
         Inputs(build(), pad_left=True)
+
+
+def test_a_model_that_chooses_weights_by_the_kind_of_a_token_is_refused(monkeypatch):
+    model = gemma()
+
+    def takes(self, input_ids=None, pixel_values=None, moe_mm_token_type_ids=None):
+        raise NotImplementedError
+
+    monkeypatch.setattr(type(model), "forward", takes)
+    with pytest.raises(UserError, match="reads tokens otherwise by moe_mm_token_type_ids: export its parts"):
+        Inputs(model, pad_left=True)
 
 
 def test_features_that_a_model_keeps_to_itself_are_refused(monkeypatch):

@@ -247,6 +247,20 @@ def on_axes(ids: np.ndarray, mask: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return positions
 
 
+def of_pictures(inputs: Any, given: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """What the graph that sees is given, run by run, of what a processor returns."""
+    names, pixels = [one.name for one in inputs], given["pixel_values"]
+    if "grid_thw" in names:
+        return [{"pixel_values": pixels, "grid_thw": given["image_grid_thw"]}]
+    if "image_sizes" in names:  # each picture is several tiles
+        pairs = zip(pixels, given["image_sizes"], strict=True)
+        return [{"pixel_values": tiles, "image_sizes": size[None]} for tiles, size in pairs]
+    if "image_sizes" in given:  # they are padded to the largest
+        pairs = zip(pixels, given["image_sizes"], strict=True)
+        return [{"pixel_values": np.ascontiguousarray(one[None, :, :height, :width])} for one, (height, width) in pairs]
+    return [{"pixel_values": one[None]} for one in pixels] if inputs[0].shape[0] == 1 else [{"pixel_values": pixels}]
+
+
 def about_pictures(
     directory: Path, given: dict[str, np.ndarray], first_position: int, tokens: int
 ) -> tuple[list[list[int]], np.ndarray]:
@@ -272,13 +286,7 @@ def about_pictures(
             if one.name.startswith("past_key_values."):
                 past[one.name] = np.zeros((batch, one.shape[1], 0, one.shape[3]), np.float32)
     embeds = run("embed_tokens", input_ids=given["input_ids"])["inputs_embeds"]
-    is_fixed = graphs["vision_encoder"].get_inputs()[0].shape[0] == 1
-    pictures = [picture[None] for picture in given["pixel_values"]] if is_fixed else [given["pixel_values"]]
-    if "image_sizes" in given:  # they are padded to the largest
-        pairs = zip(pictures, given["image_sizes"], strict=True)
-        pictures = [np.ascontiguousarray(picture[:, :, :height, :width]) for picture, (height, width) in pairs]
-    sizes = given.get("image_grid_thw")
-    seen = [run("vision_encoder", pixel_values=one, grid_thw=sizes) for one in pictures]
+    seen = [run("vision_encoder", **feed) for feed in of_pictures(graphs["vision_encoder"].get_inputs(), given)]
     features = [one["image_features"].reshape(-1, embeds.shape[-1]) for one in seen]
     is_picture = given["input_ids"] == PICTURE
     embeds[is_picture] = np.concatenate(features)
@@ -287,8 +295,8 @@ def about_pictures(
         deeper[:, is_picture] = seen[0]["deepstack_features"]
     mask, made, logits, name = given["attention_mask"], [], [], first
     positions = np.maximum(mask.cumsum(1) - 1, 0) + first_position
-    if sizes is not None:
-        positions = on_axes(given["input_ids"], mask, sizes)
+    if "image_grid_thw" in given:
+        positions = on_axes(given["input_ids"], mask, given["image_grid_thw"])
     while True:
         outputs = run(
             name,
@@ -367,6 +375,37 @@ def test_padded_pictures_of_any_size(tmp_path):
     with torch.no_grad():
         expected = model(**given).logits[:, -1]
     assert np.abs(logits - expected.numpy()).max() < 1e-5
+
+
+@pytest.mark.slow
+def test_pictures_in_tiles(tmp_path):
+    """Of different sizes, one of which has more features than the model takes."""
+    side, token = 30, 8
+    config = transformers.LlavaOnevisionConfig(
+        image_token_index=PICTURE,
+        image_grid_pinpoints=[[rows * side, columns * side] for rows in range(1, 5) for columns in range(1, 5)],
+        vision_config={"model_type": "siglip_vision_model", **EYES, "image_size": side, "patch_size": token},
+        text_config={"model_type": "qwen2", **TEXT, "max_position_embeddings": 256},
+    )
+    model = write(lambda: transformers.LlavaOnevisionForConditionalGeneration(config), tmp_path / "model")
+    exported = export_onnx(tmp_path / "model", tmp_path / "onnx")
+    assert exported.checked.passes(1e-5)
+    assert exported.inputs["vision_encoder"] == ("pixel_values", "image_sizes")
+
+    sizes = torch.tensor([[40, 60], [110, 115], [20, 90]])
+    pixels = torch.randn(3, 17, 3, side, side, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        counts = [len(one) for one in model.get_image_features(pixel_values=pixels, image_sizes=sizes).pooler_output]
+    assert max(counts) < 9 * 12
+    ids = torch.randint(3, 59, (3, 2 + max(counts)), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(counts):
+        ids[row, -1 - count : -1], mask[row, : -1 - count] = PICTURE, 0
+    given = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels, "image_sizes": sizes}
+    made = model.generate(**given, do_sample=False, max_new_tokens=8, min_new_tokens=8)[:, ids.shape[1] :].tolist()
+    arrays = {name: value.numpy() for name, value in given.items()}
+    answers, _ = about_pictures(tmp_path / "onnx", arrays, 0, 8)
+    assert answers == made
 
 
 def two_texts() -> tuple[torch.Tensor, torch.Tensor]:

@@ -241,8 +241,6 @@ def _decoder_input(name: str) -> str:
 def _kept(name: str, prefix: str) -> str:
     """Return the name of a part of a cache with its new prefix, or that of another input as in transformers.js."""
     plain = name.removeprefix("input.").removeprefix("output.")
-    if plain == packing.GRID:
-        return packing.GRID_INPUT
     for argument in _CACHES:
         if plain.startswith(f"{argument}."):
             rest = plain.removeprefix(f"{argument}.")
@@ -251,7 +249,7 @@ def _kept(name: str, prefix: str) -> str:
                 return f"{prefix}.{rest}"
             step = f"{_STEPS[found[1]]}." if found[1] else ""
             return f"{prefix}.{found[2]}.{step}{_PAIRS[found[3]]}"
-    return plain
+    return packing.INPUTS.get(plain, plain)
 
 
 def _as_number(dim: Any) -> Any:

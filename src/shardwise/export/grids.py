@@ -9,6 +9,7 @@ over pieces of the sequence by one attention with a mask.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -22,9 +23,17 @@ from torch import Tensor, nn
 class SeeingPatches(nn.Module):
     """Patches of pictures to the features that stand in place of their tokens."""
 
-    def __init__(self, encoder: Any) -> None:
+    def __init__(self, model: Any, last: str) -> None:
+        """
+        Args:
+            model: a transformers model.
+            last: the name, in its base model, of the module that returns the features; "" = they are its encoder's
+                `pooler_output`.
+        """
         super().__init__()
-        self._encoder = encoder
+        self._model = model
+        self._encoder = encoder = model.get_encoder(modality="image")
+        self._last = last
         for module in encoder.modules():  # transformers' exporter puts forwards for pieces of one length in place
             if "cu_seqlens" in inspect.signature(type(module).forward).parameters:
                 module.forward = type(module).forward.__get__(module)
@@ -33,14 +42,65 @@ class SeeingPatches(nn.Module):
         """Return `image_features` [tokens, width], and `deepstack_features` [layers, tokens, width] if there are any.
 
         Args:
-            pixel_values: [patches, width], of all pictures.
+            pixel_values: [patches, ...], of all pictures.
             image_grid_thw: [pictures, 3] int64: 1, and rows and columns of patches.
         """
         with _followed(sys.modules[type(self._encoder).__module__], pixel_values.shape[0]):
+            if self._last:
+                base = self._model.base_model
+                given = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}
+                features = _until(base, self._last, lambda: base.get_image_features(**given))
+                return {"image_features": features.flatten(0, -2)}
             seen = self._encoder(pixel_values, grid_thw=image_grid_thw, return_dict=True)
         made = {"image_features": seen.pooler_output}
         deeper = getattr(seen, "deepstack_features", None)
         return {**made, "deepstack_features": torch.stack(list(deeper))} if deeper else made
+
+
+def _until(base: nn.Module, last: str, run: Callable[[], object]) -> Tensor:
+    """Return what a part of a base model returns while `run` runs, and go no further: models then separate pictures, by
+    numbers that a trace does not have."""
+    part = base.get_submodule(last)
+
+    def end(*args: Any, **kwargs: Any) -> None:
+        raise _Ended(part(*args, **kwargs))
+
+    try:
+        with mock.patch.dict(vars(base), {last: end}):  # it is found before the module of that name
+            run()
+    except _Ended as ended:
+        return ended.returned
+    raise ValueError(f"{last} was not called")
+
+
+class _Ended(BaseException):
+    """Carries features past what a model does with them."""
+
+    def __init__(self, returned: Tensor) -> None:
+        self.returned = returned
+
+
+def seen_by(model: Any, given: dict[str, Tensor]) -> tuple[Tensor, str | None, int]:
+    """Return the features of pictures [tokens, width], the part of the base model that returns them, as `SeeingPatches`
+    takes it (None if no part does), and for how many deeper layers there are others."""
+    base, layers = model.base_model, 0
+    returned: dict[str, Any] = {}
+
+    def note(name: str, made: Any) -> None:
+        nonlocal layers
+        returned[name] = made if name else made.pooler_output
+        layers = layers or len(getattr(made, "deepstack_features", None) or ())
+
+    parts = {**dict(base.named_children()), "": model.get_encoder(modality="image")}
+    with contextlib.ExitStack() as stack:
+        for name, part in parts.items():
+            stack.callback(part.register_forward_hook(lambda *called, name=name: note(name, called[-1])).remove)
+        features = torch.cat(list(base.get_image_features(**given).pooler_output))
+    tensors = {name: one.flatten(0, -2) for name, one in returned.items() if isinstance(one, Tensor)}
+    same = [name for name, one in tensors.items() if torch.equal(one, features)]
+    if "" in same:
+        return features, "", layers
+    return features, None if layers else next(iter(same), None), 0
 
 
 def take_deeper(model: Any) -> None:
@@ -71,6 +131,9 @@ def _followed(module: Any, patches: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in ours.keys() & vars(module).keys():
             stack.enter_context(mock.patch.object(module, name, ours[name]))
+        if hasattr(module, "PaddleOCRProjector"):
+            forward = functools.partialmethod(_merged, _Places(patches))
+            stack.enter_context(mock.patch.object(module.PaddleOCRProjector, "forward", forward))
         yield
 
 
@@ -96,7 +159,7 @@ class _Places:
 
     def positions(self, grid_thw: Tensor, spatial_merge_size: int, include_temporal: bool = False, **_: Any) -> Tensor:
         """Return the row and column of each patch, [patches, 2]; with a 0 for the frame before them if asked."""
-        row, column = self._rows_and_columns(grid_thw, spatial_merge_size)[1:]
+        row, column = self.rows_and_columns(grid_thw, spatial_merge_size)[1:]
         return torch.stack([torch.zeros_like(row), row, column] if include_temporal else [row, column], -1)
 
     def windows(
@@ -131,13 +194,13 @@ class _Places:
         """Return which learned places, and how much of each, are a patch's: [patches, taps] both."""
         from transformers.vision_utils import _interpolation_axis_taps_weights as taps
 
-        owner, row, column = self._rows_and_columns(grid_thw, spatial_merge_size)
+        owner, row, column = self.rows_and_columns(grid_thw, spatial_merge_size)
         rows, of_rows = taps(row, grid_thw[owner, 1], num_grid_per_side, mode, align_corners, padding)
         columns, of_columns = taps(column, grid_thw[owner, 2], num_grid_per_side, mode, align_corners, padding)
         places = rows[:, :, None] * num_grid_per_side + columns[:, None, :]
         return places.flatten(1), (of_rows[:, :, None] * of_columns[:, None, :]).flatten(1)
 
-    def _rows_and_columns(self, grid: Tensor, merged: int) -> tuple[Tensor, Tensor, Tensor]:
+    def rows_and_columns(self, grid: Tensor, merged: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the picture, the row and the column of each patch, [patches] each: patches of one token come one
         after another."""
         patch, begin = torch.arange(self._patches), self.ends(grid)[:-1]
@@ -145,6 +208,15 @@ class _Places:
         token, inner = (patch - begin[owner]) // merged**2, (patch - begin[owner]) % merged**2
         across = grid[owner, 2] // merged
         return owner, token // across * merged + inner // merged, token % across * merged + inner % merged
+
+
+def _merged(projector: Any, places: _Places, features: Tensor, grid_thw: Tensor) -> Any:
+    """Do what PaddleOCR-VL's projector does: patches come row by row, and those of a token are put side by side."""
+    side = projector.merge_kernel_size[0]
+    owner, row, column = places.rows_and_columns(grid_thw, side)
+    order = places.ends(grid_thw)[owner] + row * grid_thw[owner, 2] + column
+    together = projector.pre_norm(features)[order].reshape(-1, side**2 * features.shape[-1])
+    return projector.linear_2(projector.act(projector.linear_1(together)))
 
 
 def _segment(begins: Tensor, places: Tensor) -> Tensor:

@@ -115,7 +115,8 @@ class Inputs:
             ids[torch.arange(len(ids)), mask.sum(1) - 1] = end
         ids = ids.masked_fill(mask == 0, pad or 0)
         if self.pictures is not None:  # each row ends with a picture and a token
-            ids[:, -1 - self.pictures.packing.tokens : -1] = self.pictures.token
+            for row, count in zip(ids, self.pictures.packing.counts(shape.batch), strict=True):
+                row[-1 - count : -1] = self.pictures.token
         seen: dict[str, Tensor] = {}
         if self.pictures is not None:
             seen = self.pictures.packing.make(shape.batch, generator)

@@ -1,4 +1,4 @@
-"""The ways in which models take pictures: all of one size, cut into patches, or padded to the largest.
+"""The ways in which models take pictures: all of one size, cut into patches, padded to the largest, or in tiles.
 
 Each knows how to make some up, how the graph that sees takes them, and which of its sizes stay open.
 """
@@ -6,6 +6,7 @@ Each knows how to make some up, how the graph that sees takes them, and which of
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,16 +18,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from shardwise.export.grids import SeeingPatches
+from shardwise.export import grids
+from shardwise.export.tiles import SeeingTiles
 
 PIXELS, GRID, SIDES = "pixel_values", "image_grid_thw", "image_sizes"
 """Arguments of models: pictures, rows and columns of their patches, and their heights and widths."""
-GRID_INPUT = "grid_thw"
-"""The name of `GRID` among the inputs of a graph."""
+_SIZE = "picture_size"
+INPUTS = {GRID: "grid_thw", _SIZE: SIDES}
+"""What inputs of graphs are called, where the argument's name is another: transformers' exporter would take numbers
+out of `SIDES`."""
 MADE_UP = ((5, 6), (6, 5), (3, 10))
 """Rows and columns, in tokens, of made-up pictures of several sizes: as many tokens in each, and more than a window of
 attention."""
 _TOKENS = 30
+_SIDE = 12
+"""Rows and columns of patches of the picture that a model is first shown."""
 _OPEN = torch.export.Dim.AUTO
 
 Array = npt.NDArray[Any]
@@ -37,7 +43,7 @@ class Packing(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of each made-up picture."""
+        """Most tokens of a made-up picture."""
 
     @property
     def layers(self) -> int:
@@ -45,6 +51,9 @@ class Packing(Protocol):
 
     def make(self, pictures: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return what a model is given of so many made-up pictures."""
+
+    def counts(self, pictures: int) -> list[int]:
+        """Return how many tokens each of so many made-up pictures has."""
 
     def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
         """Return the part of a model that sees, and arguments for it out of those for the model."""
@@ -70,6 +79,9 @@ class OneSize:
     def make(self, pictures: int, generator: torch.Generator) -> dict[str, Tensor]:
         return {PIXELS: torch.randn(pictures, *self.shape, generator=generator)}
 
+    def counts(self, pictures: int) -> list[int]:
+        return [self.tokens] * pictures
+
     def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
         return Seeing(model), {PIXELS: sample[PIXELS][: 1 if self.one_by_one else None]}
 
@@ -85,46 +97,53 @@ class OneSize:
 class Patches:
     """Pictures of any size, as patches one after another (Qwen2-VL, arXiv:2409.12191)."""
 
-    width: int
-    """Numbers of a patch."""
+    patch: tuple[int, ...]
+    """Shape of a patch."""
     merged: int
     """Rows of patches, and columns, that become one token."""
+    last: str
+    """The name of the module that returns their features, in the base model; "" = the encoder does."""
     layers: int = 0
     tokens: int = _TOKENS
 
     @classmethod
     def of(cls, model: Any) -> Patches | None:
-        """Return how a model cuts pictures; None if it cannot be traced: something follows its encoder."""
+        """Return how a model cuts pictures; None if no part of it returns what stands in place of their tokens."""
         encoder, config = model.get_encoder(modality="image"), model.config.vision_config
-        merged = getattr(config, "spatial_merge_size", None)
-        if merged is None or "grid_thw" not in inspect.signature(encoder.forward).parameters:
+        if "grid_thw" not in inspect.signature(encoder.forward).parameters:
             return None
         channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
         frames = int(getattr(config, "temporal_patch_size", None) or 1)
-        made = cls(channels * frames * config.patch_size**2, int(merged))
+        flat, square = (channels * frames * config.patch_size**2,), (channels, config.patch_size, config.patch_size)
+        try:
+            return cls._with(model, flat)
+        except Exception:  # whatever a model says of inputs that it cannot take
+            return cls._with(model, square)
+
+    @classmethod
+    def _with(cls, model: Any, patch: tuple[int, ...]) -> Patches | None:
+        given = {PIXELS: torch.randn(_SIDE**2, *patch), GRID: torch.tensor([[1, _SIDE, _SIDE]])}
         with torch.no_grad():
-            given = made.make(1, torch.Generator())
-            seen = encoder(given[PIXELS], grid_thw=given[GRID], return_dict=True)
-            features = torch.cat(list(model.get_image_features(**given, return_dict=True).pooler_output))
-        own = getattr(seen, "pooler_output", None)
-        if own is None or not torch.equal(own, features):
-            return None
-        return cls(made.width, made.merged, len(getattr(seen, "deepstack_features", None) or ()))
+            features, last, layers = grids.seen_by(model, given)
+        merged = math.isqrt(_SIDE**2 // len(features))
+        return None if last is None else cls(patch, merged, last, layers)
 
     def make(self, pictures: int, generator: torch.Generator) -> dict[str, Tensor]:
         grid = [(1, rows * self.merged, columns * self.merged) for rows, columns in _made_up(pictures)]
         patches = pictures * self.tokens * self.merged**2
-        return {PIXELS: torch.randn(patches, self.width, generator=generator), GRID: torch.tensor(grid)}
+        return {PIXELS: torch.randn(patches, *self.patch, generator=generator), GRID: torch.tensor(grid)}
+
+    def counts(self, pictures: int) -> list[int]:
+        return [self.tokens] * pictures
 
     def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
-        encoder = model.get_encoder(modality="image")
-        return SeeingPatches(encoder), {PIXELS: sample[PIXELS], GRID: sample[GRID]}
+        return grids.SeeingPatches(model, self.last), {PIXELS: sample[PIXELS], GRID: sample[GRID]}
 
     def open_sizes(self) -> dict[str, Any]:
         return {PIXELS: {0: self.merged**2 * torch.export.Dim("tokens")}, GRID: {0: _OPEN}}
 
     def feeds(self, arguments: Mapping[str, Array]) -> list[dict[str, Array]]:
-        return [{PIXELS: arguments[PIXELS], GRID_INPUT: arguments[GRID]}]
+        return [{PIXELS: arguments[PIXELS], INPUTS[GRID]: arguments[GRID]}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +177,9 @@ class Padded:
         pixels = torch.randn(pictures, self.channels, *sides.amax(0), generator=generator)
         return {PIXELS: pixels, SIDES: sides}
 
+    def counts(self, pictures: int) -> list[int]:
+        return [self.tokens] * pictures
+
     def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
         height, width = sample[SIDES][0]
         return SeeingOne(model), {PIXELS: sample[PIXELS][:1, :, :height, :width]}
@@ -169,6 +191,66 @@ class Padded:
     def feeds(self, arguments: Mapping[str, Array]) -> list[dict[str, Array]]:
         sides = zip(arguments[PIXELS], arguments[SIDES], strict=True)
         return [{PIXELS: np.ascontiguousarray(one[None, :, :height, :width])} for one, (height, width) in sides]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Pictures of any size, each cut into as many tiles as it takes (LLaVA-NeXT, LLaVA-OneVision: arXiv:2408.03326)."""
+
+    shape: tuple[int, ...]
+    """Of a tile."""
+    sizes: tuple[tuple[int, int], ...]
+    """Heights and widths of made-up pictures."""
+    tiles: tuple[int, ...]
+    """Number of tiles of each of these."""
+    lengths: tuple[int, ...]
+    """Number of tokens of each."""
+    layers: int = 0
+
+    @classmethod
+    def of(cls, model: Any) -> Tiles | None:
+        """Return how a model cuts pictures; None if it does not, or puts features together in another way."""
+        known = sorted(getattr(model.config, "image_grid_pinpoints", ()), key=math.prod)
+        if not known or getattr(model.base_model, "image_newline", None) is None:
+            return None
+        side = model.config.vision_config.image_size
+        (tall, wide), (high, broad) = known[0], known[-1]
+        # Padded on each side, once in the fewest tiles and once in the most.
+        sizes = ((tall, wide * 2 // 3), (tall * 2 // 3, wide), (high * 2 // 3, broad), (high, broad * 2 // 3))
+        shape = (int(getattr(model.config.vision_config, "num_channels", None) or 3), side, side)
+        count = sys.modules[type(model.base_model).__module__].image_size_to_num_patches
+        tiles, lengths, seeing = list[int](), list[int](), SeeingTiles(model)
+        for size in sizes:
+            tiles.append(int(count(image_size=size, grid_pinpoints=model.config.image_grid_pinpoints, patch_size=side)))
+            given = {PIXELS: torch.randn(tiles[-1], *shape), SIDES: torch.tensor([size])}
+            with torch.no_grad():
+                features = model.get_image_features(**given, return_dict=True).pooler_output[0]
+                found = seeing(*given.values())["image_features"]
+            if found.shape != features.shape or not torch.allclose(found, features, atol=1e-4):
+                return None
+            lengths.append(len(features))
+        return cls(shape, sizes[:2], tuple(tiles[:2]), tuple(lengths[:2]))
+
+    @property
+    def tokens(self) -> int:
+        return max(self.lengths)
+
+    def make(self, pictures: int, generator: torch.Generator) -> dict[str, Tensor]:
+        sizes = torch.tensor((self.sizes * pictures)[:pictures])
+        return {PIXELS: torch.randn(pictures, max(self.tiles), *self.shape, generator=generator), SIDES: sizes}
+
+    def counts(self, pictures: int) -> list[int]:
+        return list((self.lengths * pictures)[:pictures])
+
+    def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+        return SeeingTiles(model), {PIXELS: sample[PIXELS][0, : self.tiles[0]], _SIZE: sample[SIDES][:1]}
+
+    def open_sizes(self) -> dict[str, Any]:
+        return {PIXELS: {0: _OPEN}, _SIZE: None}
+
+    def feeds(self, arguments: Mapping[str, Array]) -> list[dict[str, Array]]:
+        sizes = arguments[SIDES]
+        return [{PIXELS: tiles, SIDES: size[None]} for tiles, size in zip(arguments[PIXELS], sizes, strict=True)]
 
 
 def _made_up(pictures: int) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ The names of the graphs, and of what they take and return, are those of optimum 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import UserError, one_line
 from shardwise.export import grids, packing
-from shardwise.export.packing import GRID, PIXELS, SIDES, OneSize, Packing, Padded, Patches
+from shardwise.export.packing import GRID, PIXELS, SIDES, OneSize, Packing, Padded, Patches, Tiles
 
 SEES, EMBEDS = "vision_encoder", "embed_tokens"
 READS, BEGINS, CONTINUES = "decoder_model_merged", "decoder_model", "decoder_with_past_model"
@@ -26,10 +27,12 @@ IN_PARTS = (
     "config)"
 )
 """The end of a refusal: what the user can do instead."""
-_ANY_SIZE: dict[str, type[Patches | Padded]] = {GRID: Patches, SIDES: Padded}
+_ANY_SIZE: dict[str, tuple[type[Patches | Padded | Tiles], ...]] = {GRID: (Patches,), SIDES: (Tiles, Padded)}
 """By the argument that says how large each picture is: how models take pictures of any size."""
 _SEEN = {"input_ids", PIXELS, "mm_encoder_outputs", "mm_token_type_ids", GRID, SIDES}
 """Arguments that a decoder of embeddings does without."""
+_KINDS = {"token_type_ids", "mm_token_type_ids"}
+"""Arguments that say which tokens are a picture's. Models with others choose weights by them (Ernie 4.5 VL)."""
 _PREFIXED = ("paligemma",)
 """Model types whose tokens of one prompt all see one another, pictures and text; `token_type_ids` are 0 for them."""
 
@@ -64,6 +67,9 @@ class Pictures:
             raise UserError(f"{name} reads pictures beside an encoder of text{IN_PARTS}")
         if token is None or seeing is None:
             raise UserError(f"{name} does not put pictures in place of tokens{IN_PARTS}")
+        others = {name for name in _parameters(model.forward) if name.endswith("token_type_ids")} - _KINDS
+        if others:
+            raise UserError(f"{name} reads tokens otherwise by {min(others)}{IN_PARTS}")
         taken = {*_parameters(seeing), *_parameters(model.get_encoder(modality="image").forward)}
         said = min(taken & _ANY_SIZE.keys(), default="")
         if said:
@@ -92,7 +98,8 @@ class Pictures:
         """Return what a model does with pictures whose sizes are told by the argument `said`."""
         why = "its features are not those of its encoder or projector alone"
         try:
-            way = _ANY_SIZE[said].of(model)
+            ways: Iterator[Packing | None] = (kind.of(model) for kind in _ANY_SIZE[said])
+            way = next(filter(None, ways), None)
         except Exception as error:  # whatever a model says of inputs that it cannot take
             way, why = None, one_line(error, with_type=True).rstrip(".")
         if way is None:
