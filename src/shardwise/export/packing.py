@@ -21,8 +21,8 @@ from shardwise.export.grids import SeeingPatches
 
 PIXELS, GRID, SIDES = "pixel_values", "image_grid_thw", "image_sizes"
 """Arguments of models: pictures, rows and columns of their patches, and their heights and widths."""
-GRID_INPUT = "grid_thw"
-"""The name of `GRID` among the inputs of a graph."""
+INPUTS = {GRID: "grid_thw"}
+"""What inputs of graphs are called, where the argument's name is another."""
 MADE_UP = ((5, 6), (6, 5), (3, 10))
 """Rows and columns, in tokens, of made-up pictures of several sizes: as many tokens in each, and more than a window of
 attention."""
@@ -33,11 +33,11 @@ Array = npt.NDArray[Any]
 
 
 class Packing(Protocol):
-    """A way in which a model takes pictures."""
+    """A way in which a model takes pictures, or sound."""
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of each made-up picture."""
+        """Most tokens of a made-up picture."""
 
     @property
     def layers(self) -> int:
@@ -45,6 +45,9 @@ class Packing(Protocol):
 
     def make(self, pictures: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return what a model is given of so many made-up pictures."""
+
+    def counts(self, pictures: int) -> list[int]:
+        """Return how many tokens each of so many made-up pictures has."""
 
     def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
         """Return the part of a model that sees, and arguments for it out of those for the model."""
@@ -69,6 +72,9 @@ class OneSize:
 
     def make(self, pictures: int, generator: torch.Generator) -> dict[str, Tensor]:
         return {PIXELS: torch.randn(pictures, *self.shape, generator=generator)}
+
+    def counts(self, pictures: int) -> list[int]:
+        return [self.tokens] * pictures
 
     def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
         return Seeing(model), {PIXELS: sample[PIXELS][: 1 if self.one_by_one else None]}
@@ -116,6 +122,9 @@ class Patches:
         patches = pictures * self.tokens * self.merged**2
         return {PIXELS: torch.randn(patches, self.width, generator=generator), GRID: torch.tensor(grid)}
 
+    def counts(self, pictures: int) -> list[int]:
+        return [self.tokens] * pictures
+
     def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
         encoder = model.get_encoder(modality="image")
         return SeeingPatches(encoder), {PIXELS: sample[PIXELS], GRID: sample[GRID]}
@@ -124,7 +133,7 @@ class Patches:
         return {PIXELS: {0: self.merged**2 * torch.export.Dim("tokens")}, GRID: {0: _OPEN}}
 
     def feeds(self, arguments: Mapping[str, Array]) -> list[dict[str, Array]]:
-        return [{PIXELS: arguments[PIXELS], GRID_INPUT: arguments[GRID]}]
+        return [{PIXELS: arguments[PIXELS], INPUTS[GRID]: arguments[GRID]}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +166,9 @@ class Padded:
         sides = self.side * torch.tensor(_made_up(pictures))
         pixels = torch.randn(pictures, self.channels, *sides.amax(0), generator=generator)
         return {PIXELS: pixels, SIDES: sides}
+
+    def counts(self, pictures: int) -> list[int]:
+        return [self.tokens] * pictures
 
     def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
         height, width = sample[SIDES][0]
