@@ -107,7 +107,8 @@ class Clips:
             frames = (most, most * 3 // 4, most // 2) if mask else (window,)
         bins, by_features = int(stacked or config.num_mel_bins), bool(mask) and not takes_mask(model)
         made = cls(bins, stacked is None, mask, by_features, window, frames)
-        units = (1,) if window else (*_UNITS, 2 * (getattr(config, "n_window", None) or 1))
+        chunk = 2 * (getattr(config, "n_window", None) or 0)
+        units = (1,) if window else (chunk,) if chunk else _UNITS
         for unit in units[:-1]:
             try:
                 return replace(made, unit=unit)._counted(model)
