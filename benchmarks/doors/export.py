@@ -1,12 +1,12 @@
-"""Sixteen architectures of transformers, exported to ONNX and compared with PyTorch: what works, and what refuses.
+"""Architectures of transformers, exported to ONNX and compared with PyTorch: what works, and what refuses.
 
     python benchmarks export                    # ten minutes on two cores; needs the extra `onnx`
     python benchmarks export qwen3_moe swin     # some of them
     python benchmarks export --out export       # and write results/DATE-export.*
 
-None of them was used while `shardwise export` was built, but for llava, from which the parts of models of text and
-pictures were made; the four after it were tried when these were done. Each is a small model with random weights, which
-is read from a directory as the command reads it.
+Most were not used while `shardwise export` was built. Used were llava, from which the parts of models of text and
+pictures were made, and with them the four after it; those with pictures of any size; and the two of text and sound.
+Each is a small model with random weights, which is read from a directory as the command reads it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STARTS_WITH_END = {**PAIR, "decoder_start_token_id": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
 IMAGES = {"image_size": 32, "patch_size": 8}
 PICTURE = 90
-"""The id of the token that stands for a picture."""
+"""The id of the token that stands for a picture, or for sound."""
 READER = {"num_key_value_heads": 2, "head_dim": 8, **TEXT, **LAYERS, **IDS}
 EYES = {"model_type": "siglip_vision_model", **LAYERS, **IMAGES}
 PACKED = {"depth": 2, "num_heads": 4, "patch_size": 8, "hidden_size": 32}
@@ -62,6 +62,8 @@ GLM_MARKS = {
     "image_token_id": PICTURE, "video_token_id": 91, "image_start_token_id": 92, "image_end_token_id": 93,
     "video_start_token_id": 94, "video_end_token_id": 95,
 }  # fmt: skip
+EARS = {"num_mel_bins": 8, "max_source_positions": 60}
+WHISPER = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}
 LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
@@ -239,6 +241,21 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[], Any]]] = {
             "LlavaForConditionalGeneration", "LlavaConfig", image_token_index=PICTURE, vision_feature_layer=-1,
             vision_feature_select_strategy="full", text_config={"model_type": "mistral", **READER},
             vision_config={"model_type": "pixtral", **LAYERS, **IMAGES, "head_dim": 8},
+        ),
+    ),
+    "qwen2_audio": (
+        "text and sound",
+        made(
+            "Qwen2AudioForConditionalGeneration", "Qwen2AudioConfig", audio_token_index=PICTURE,
+            text_config={"model_type": "qwen2", **READER}, audio_config={**EARS, **WHISPER},
+        ),
+    ),
+    "voxtral": (
+        "text and sound",
+        made(
+            "VoxtralForConditionalGeneration", "VoxtralConfig", audio_token_id=PICTURE,
+            text_config={"model_type": "llama", **READER},
+            audio_config={**LAYERS, **EARS, "intermediate_size": 128},
         ),
     ),
     "qwen3_next": (

@@ -70,7 +70,7 @@ def test_text_beside_images():
     inputs = Inputs(model, pad_left=False)
     made = inputs.make(Shape(2, 3))
     assert (made["input_ids"].shape, made["pixel_values"].shape) == ((2, 3), (2, 3, 8, 8))
-    assert inputs.pictures is None
+    assert inputs.media is None
 
 
 TEXT = {**SIZES, "vocab_size": 40, "num_key_value_heads": 1, "head_dim": 8}
@@ -87,7 +87,7 @@ def gemma():
 def test_pictures_in_a_prompt():
     inputs = Inputs(gemma(), pad_left=True)
     way = OneSize(shape=(3, 8, 8), tokens=4, one_by_one=False)
-    assert inputs.pictures == Pictures(token=7, packing=way, first_position=0, token_type=1)
+    assert inputs.media == Pictures(token=7, packing=way, first_position=0, token_type=1)
     shape = inputs.with_room(Shape(2, 3, padded=True))
     made = inputs.make(shape)
     assert shape.length == 7
@@ -100,7 +100,7 @@ def test_pictures_in_a_prompt():
 def test_one_by_one_if_the_model_separates_them():
     vision, text = {"model_type": "clip_vision_model", **EYES}, {"model_type": "llama", **TEXT}
     config = transformers.LlavaConfig(image_token_index=7, text_config=text, vision_config=vision)
-    found = Inputs(transformers.LlavaForConditionalGeneration(config), pad_left=True).pictures
+    found = Inputs(transformers.LlavaForConditionalGeneration(config), pad_left=True).media
     way = OneSize(shape=(3, 8, 8), tokens=4, one_by_one=True)
     assert found == Pictures(token=7, packing=way, first_position=0, token_type=1)
 

@@ -22,7 +22,9 @@ from shardwise import device_tools
 from shardwise.cli.app import run
 from shardwise.export import graphs, source
 from shardwise.export import onnx as exporting
+from shardwise.export.inputs import Inputs
 from shardwise.export.onnx import export_onnx
+from tests.export import speech
 from tests.hub import cached
 
 pytest.importorskip("onnx")
@@ -261,11 +263,19 @@ def of_pictures(inputs: Any, given: dict[str, np.ndarray]) -> list[dict[str, np.
     return [{"pixel_values": one[None]} for one in pixels] if inputs[0].shape[0] == 1 else [{"pixel_values": pixels}]
 
 
+def seen_or_heard(run: Any, graphs: dict[str, Any], given: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """What the graph for pictures or sound returns, run by run."""
+    if "audio_encoder" in graphs:
+        mask = given.get("input_features_mask", given.get("feature_attention_mask"))
+        return [run("audio_encoder", input_features=given["input_features"], input_features_mask=mask)]
+    return [run("vision_encoder", **feed) for feed in of_pictures(graphs["vision_encoder"].get_inputs(), given)]
+
+
 def about_pictures(
     directory: Path, given: dict[str, np.ndarray], first_position: int, tokens: int
 ) -> tuple[list[list[int]], np.ndarray]:
-    """What somebody who has only onnxruntime writes for a model that is told of pictures in its text: the most probable
-    tokens, and the logits of the first."""
+    """What somebody who has only onnxruntime writes for a model that is told of pictures or sound in its text: the most
+    probable tokens, and the logits of the first."""
     graphs = {
         file.stem: onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
         for file in directory.glob("*.onnx")
@@ -286,10 +296,10 @@ def about_pictures(
             if one.name.startswith("past_key_values."):
                 past[one.name] = np.zeros((batch, one.shape[1], 0, one.shape[3]), np.float32)
     embeds = run("embed_tokens", input_ids=given["input_ids"])["inputs_embeds"]
-    seen = [run("vision_encoder", **feed) for feed in of_pictures(graphs["vision_encoder"].get_inputs(), given)]
-    features = [one["image_features"].reshape(-1, embeds.shape[-1]) for one in seen]
+    seen = seen_or_heard(run, graphs, given)
     is_picture = given["input_ids"] == PICTURE
-    embeds[is_picture] = np.concatenate(features)
+    named = "audio_features" if "audio_encoder" in graphs else "image_features"
+    embeds[is_picture] = np.concatenate([one[named].reshape(-1, embeds.shape[-1]) for one in seen])
     deeper = np.zeros((1, *embeds.shape), np.float32)
     if "deepstack_features" in seen[0]:
         deeper[:, is_picture] = seen[0]["deepstack_features"]
@@ -408,10 +418,11 @@ def test_pictures_in_tiles(tmp_path):
     assert answers == made
 
 
-def two_texts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and a mask: the first text is told of a picture of 15 tokens, the second of one of 3 and one of 12."""
-    ids = torch.randint(3, 59, (2, 21), generator=torch.Generator().manual_seed(1))
-    ids[0, 2:17] = ids[1, 4:7] = ids[1, 8:20] = PICTURE
+def two_texts(counts: tuple[int, int, int] = (15, 3, 12)) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and a mask: the first text is told of a picture of so many tokens, the second of the two others."""
+    first, second, third = counts
+    ids = torch.randint(3, 59, (2, max(first, 3 + second + third) + 3), generator=torch.Generator().manual_seed(1))
+    ids[0, 2 : 2 + first] = ids[1, 4 : 4 + second] = ids[1, 5 + second : 5 + second + third] = PICTURE
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     return ids, mask
@@ -439,6 +450,48 @@ def test_pictures_of_any_size(build, tmp_path):
     assert np.abs(logits - expected.numpy()).max() < 1e-5
     _, others = about_pictures(tmp_path / "onnx", {**arrays, "pixel_values": arrays["pixel_values"][::-1].copy()}, 0, 1)
     assert np.abs(logits - others).max(1).min() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("build", "frames", "counts", "padded"),
+    [
+        (speech.audio_flamingo, (60, 12, 47), (15, 3, 12), 120),
+        pytest.param(speech.qwen2_audio, (60, 12, 47), (15, 3, 12), 120, marks=pytest.mark.slow),
+        pytest.param(speech.voxtral, (120, 120, 120), (15, 15, 15), 120, marks=pytest.mark.slow),
+        pytest.param(speech.glm_asr, (127, 24, 96), (16, 3, 12), 128, marks=pytest.mark.slow),
+        pytest.param(speech.granite_speech, (45, 8, 34), (15, 3, 12), 45, marks=pytest.mark.slow),
+        pytest.param(speech.qwen3_asr, (237, 20, 95), (31, 3, 12), 300, marks=pytest.mark.slow),
+    ],
+)
+def test_models_of_text_and_sound_are_parts(build, frames, counts, padded, tmp_path):
+    model = write(build, tmp_path / "model")
+    exported = export_onnx(tmp_path / "model", tmp_path / "onnx")
+    assert sorted(exported.sizes) == ["audio_encoder", "decoder_model_merged", "embed_tokens"]
+    assert exported.exporter == "transformers"
+    assert exported.checked.passes(1e-5)
+    assert exported.checked.answers == 48
+
+    way = Inputs(model, pad_left=True).media.packing
+    ids, mask = two_texts(counts)
+    shape = (way.bins, padded) if way.frames_last else (padded, way.bins)
+    spectrograms = torch.randn(3, *shape, generator=torch.Generator().manual_seed(2))
+    given = {"attention_mask": mask, "input_features": spectrograms}
+    if way.mask:
+        lengths = counts if way.is_of_features else frames
+        heard = torch.arange(max(counts) if way.is_of_features else padded) < torch.tensor(lengths)[:, None]
+        given[way.mask] = heard if way.is_of_features else heard.long()
+    own = {**given, "input_ids": ids.masked_fill(ids == PICTURE, model.config.audio_token_id)}
+    made = model.generate(**own, do_sample=False, max_new_tokens=8, min_new_tokens=8)[:, ids.shape[1] :].tolist()
+    arrays = {name: value.numpy() for name, value in {**given, "input_ids": ids}.items()}
+    if way.mask:
+        arrays[way.mask] = arrays[way.mask].astype(np.int64)
+    answers, logits = about_pictures(tmp_path / "onnx", arrays, 0, 8)
+    assert answers == made
+    with torch.no_grad():
+        expected = model(**own).logits[:, -1]
+    assert np.abs(logits - expected.numpy()).max() < 1e-5
+    _, others = about_pictures(tmp_path / "onnx", {**arrays, "input_features": spectrograms.flip(0).numpy()}, 0, 1)
+    assert np.abs(logits - others).max(1).min() > 1e-4  # each row is told of its own clips
 
 
 @pytest.mark.parametrize(
@@ -481,6 +534,16 @@ def test_an_adapter_is_merged_first(small, tmp_path):
     assert found == expected.tolist()
     assert not (tmp_path / "onnx" / "adapter_config.json").exists()
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "onnx")("w5")["input_ids"] == [5]
+
+
+def test_an_adapter_beside_its_base_is_refused(tmp_path, capsys):
+    model = speech.granite_speech()
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(str(tmp_path / "model"))
+    assert run(["export", str(tmp_path / "model"), "--onnx", str(tmp_path / "onnx")]) == 2
+    said = capsys.readouterr().err
+    assert "holds an adapter beside its base: let PEFT merge it" in said
+    assert said.count("\n") == 1
 
 
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

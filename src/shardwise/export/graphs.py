@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from shardwise.errors import UserError
-from shardwise.export import delta_rule, packing, pictures
+from shardwise.export import delta_rule, media, packing, pictures, sounds
 from shardwise.export.inputs import Inputs, Shape
-from shardwise.export.pictures import Pictures
+from shardwise.export.media import Media
 
 _TRACED = Shape(2, 7, True)
 """What a graph is traced with: every size above one, because torch.export takes zero and one for constants."""
-_ONE_SIZE = (packing.PIXELS, "input_features")
+_ONE_SIZE = (packing.PIXELS, sounds.FEATURES)
 """Inputs of which a model takes one size; their batch alone may vary."""
 _BATCH = {0: torch.export.Dim.AUTO}
 _OPEN = ("input_ids", "inputs_embeds", "attention_mask", "encoder_attention_mask")
@@ -45,7 +45,7 @@ class Form(enum.Enum):
     CACHED = "one graph that takes and returns the keys and values of earlier tokens"
     STAGES = "a graph for the prompt and one for each further token"
     SEQUENCES = "a graph for the encoder, one for the first token and one for each further one"
-    PARTS = "a graph for pictures, one for tokens and a decoder of both"
+    PARTS = "a graph for pictures or sound, one for tokens and a decoder of both"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def export(model: Any, inputs: Inputs, generates: bool, opset: int) -> Export:
             return _by_transformers(model, inputs, generates, opset)
         except Exception as error:  # whatever a trace meets
             refused = _reason(error)
-        if generates and (model.config.is_encoder_decoder or inputs.pictures is not None):
+        if generates and (model.config.is_encoder_decoder or inputs.media is not None):
             raise UserError(f"{type(model).__name__} cannot be exported: {refused}")
         try:
             return Export(Form.FORWARD, _by_torch(model, inputs, opset), generates, "torch", refused)
@@ -100,7 +100,7 @@ def _by_transformers(model: Any, inputs: Inputs, generates: bool, opset: int) ->
     exporter = exporter()
 
     def traced(module: Any, sample: dict[str, Any]) -> Any:
-        sizes = dict.fromkeys(_ONE_SIZE, _BATCH) if inputs.pictures is None else inputs.pictures.packing.open_sizes()
+        sizes = dict.fromkeys(_ONE_SIZE, _BATCH) if inputs.media is None else inputs.media.packing.open_sizes()
         sizes = {name: sizes[name] for name in sizes if name in sample}
         shapes = {**get_auto_dynamic_shapes(sample), **sizes} if sizes else None
         config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=opset)
@@ -124,8 +124,8 @@ def _by_transformers(model: Any, inputs: Inputs, generates: bool, opset: int) ->
             "decoder_with_past_model": traced(*stages["decode"]),
         }
         return Export(Form.SEQUENCES, programs, True, "transformers")
-    if inputs.pictures is not None:
-        parts = _parts(model, sample, inputs.pictures)
+    if inputs.media is not None:
+        parts = _parts(model, sample, inputs.media)
         return Export(Form.PARTS, {name: traced(*part) for name, part in parts.items()}, True, "transformers")
     stages = _stages(model, sample, several=True)
     if _holds_only_pairs(stages["decode"][1]):
@@ -134,23 +134,24 @@ def _by_transformers(model: Any, inputs: Inputs, generates: bool, opset: int) ->
     return Export(Form.STAGES, {name: traced(*stage) for name, stage in stages.items()}, True, "transformers")
 
 
-def _parts(model: Any, sample: dict[str, Any], known: Pictures) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Return the parts of a model of text and pictures, and the arguments of their forwards, by the graph's name."""
+def _parts(model: Any, sample: dict[str, Any], known: Media) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Return the parts of a model of text and pictures, or of text and sound, and the arguments of their forwards, by
+    the graph's name."""
     parts: dict[str, tuple[Any, dict[str, Any]]] = {
-        pictures.SEES: known.packing.seeing(model, sample),
-        pictures.EMBEDS: (pictures.Embedding(model), {"input_ids": sample["input_ids"]}),
+        known.graph: known.packing.seeing(model, sample),
+        media.EMBEDS: (media.Embedding(model), {"input_ids": sample["input_ids"]}),
     }
     decoder = {}
     if not pictures.reads_prompts_otherwise(model):
         stages = _stages(model, sample, several=True)
         if _holds_only_pairs(stages["decode"][1]):
-            decoder = {pictures.READS: stages["decode"]}
+            decoder = {media.READS: stages["decode"]}
     if not decoder:
         stages = _stages(model, sample, several=False)
         stages["decode"][1].pop("token_type_ids", None)  # it is read for prompts alone
-        decoder = {pictures.BEGINS: stages["prefill"], pictures.CONTINUES: stages["decode"]}
+        decoder = {media.BEGINS: stages["prefill"], media.CONTINUES: stages["decode"]}
     for name, (module, arguments) in decoder.items():
-        parts[name] = module, pictures.without_pixels(model, arguments, known)
+        parts[name] = module, media.of_embeddings(model, arguments, known)
     return parts
 
 
@@ -207,17 +208,24 @@ def _name(graph: Any) -> None:
         value.shape = None if value.shape is None else type(value.shape)(map(_as_number, value.shape))
     for value in graph.outputs:
         value.name = _kept(value.name, "present")
+    given = {value.name for value in graph.inputs}
+    for value in [value for value in graph.outputs if value.name in given]:  # Qwen2-Audio returns its mask
+        _drop_output(graph, value)
 
 
 def _drop_unused(graph: Any) -> None:
     """Remove the constants of a cache from a graph's inputs and outputs, where nothing is computed from them."""
     for value in [value for value in graph.outputs if value.name.endswith(_CONSTANT)]:
-        graph.outputs.remove(value)
-        node = value.producer()
-        if node is not None and node.op_type == "Identity" and not value.uses():
-            graph.remove(node, safe=True)
+        _drop_output(graph, value)
     for value in [value for value in graph.inputs if value.name.endswith(_UNUSED) and not value.uses()]:
         graph.inputs.remove(value)
+
+
+def _drop_output(graph: Any, value: Any) -> None:
+    graph.outputs.remove(value)
+    node = value.producer()
+    if node is not None and node.op_type == "Identity" and not value.uses():
+        graph.remove(node, safe=True)
 
 
 def _refuse_fixed(graph: Any) -> None:
@@ -249,7 +257,7 @@ def _kept(name: str, prefix: str) -> str:
                 return f"{prefix}.{rest}"
             step = f"{_STEPS[found[1]]}." if found[1] else ""
             return f"{prefix}.{found[2]}.{step}{_PAIRS[found[3]]}"
-    return packing.INPUTS.get(plain, plain)
+    return {**packing.INPUTS, **sounds.INPUTS}.get(plain, plain)
 
 
 def _as_number(dim: Any) -> Any:

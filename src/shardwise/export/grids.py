@@ -34,9 +34,7 @@ class SeeingPatches(nn.Module):
         self._model = model
         self._encoder = encoder = model.get_encoder(modality="image")
         self._last = last
-        for module in encoder.modules():  # transformers' exporter puts forwards for pieces of one length in place
-            if "cu_seqlens" in inspect.signature(type(module).forward).parameters:
-                module.forward = type(module).forward.__get__(module)
+        attend_whole(encoder)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> dict[str, Tensor]:
         """Return `image_features` [tokens, width], and `deepstack_features` [layers, tokens, width] if there are any.
@@ -103,6 +101,14 @@ def seen_by(model: Any, given: dict[str, Tensor]) -> tuple[Tensor, str | None, i
     return features, None if layers else next(iter(same), None), 0
 
 
+def attend_whole(encoder: Any) -> None:
+    """Let attention over pieces keep its own forward: transformers' exporter puts those for pieces of one length in
+    place."""
+    for module in encoder.modules():
+        if "cu_seqlens" in inspect.signature(type(module).forward).parameters:
+            module.forward = type(module).forward.__get__(module)
+
+
 def take_deeper(model: Any) -> None:
     """Let a decoder's forward also take `deepstack_features` [layers, batch, length, width], zero where no picture is,
     in place of those at pictures alone and a mask: a trace has no numbers to choose by."""
@@ -127,7 +133,7 @@ def take_deeper(model: Any) -> None:
 def _followed(module: Any, patches: int) -> Iterator[None]:
     """Put functions that a trace can follow in place of those of a module of transformers that has an encoder of so
     many patches."""
-    ours: dict[str, Any] = {**_Places(patches).functions(), **_ATTENTION}
+    ours: dict[str, Any] = {**_Places(patches).functions(), **ATTENTION}
     with contextlib.ExitStack() as stack:
         for name in ours.keys() & vars(module).keys():
             stack.enter_context(mock.patch.object(module, name, ours[name]))
@@ -230,13 +236,14 @@ def _by_mask(
     """Return attention within segments, whose ends are `cu_seq_lens_q`, over the whole sequence."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    torch._check(query.shape[2] > 1)
     segment = _segment(given["cu_seq_lens_q"], torch.arange(query.shape[2]))
     mask = (segment[:, None] == segment[None, :])[None, None]
     scaling = given.get("scaling")
     return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, is_causal=False)[0], None
 
 
-_ATTENTION = {
+ATTENTION = {
     "is_flash_attention_requested": lambda _: True,  # its way is one attention over the whole sequence
     "get_max_seqlen": lambda *_, **__: 0,
     "ALL_ATTENTION_FUNCTIONS": type("_Interface", (), {"get_interface": staticmethod(lambda *_: _by_mask)}),

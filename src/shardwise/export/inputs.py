@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import UserError
+from shardwise.export.media import Media
 from shardwise.export.packing import GRID, PIXELS
-from shardwise.export.pictures import IN_PARTS, Pictures
+from shardwise.export.pictures import Pictures
+from shardwise.export.sounds import FEATURES, HEARD, Sounds
 
 _SEED = 20
 _LONGEST = 17
@@ -49,7 +51,7 @@ class Inputs:
             model: a transformers model.
             pad_left: whether padding is put before the text, as for generation, instead of after it.
 
-        Raises UserError if the model takes something else than text, pictures, text with pictures, or sound.
+        Raises UserError if the model takes something else than text, pictures, sound, or text with one of them.
         """
         self._config = model.config
         self._pad_left = pad_left
@@ -57,16 +59,18 @@ class Inputs:
         self.main: str = model.main_input_name
         """The name of the input that the model cannot do without."""
         self._sees = self.is_text and "pixel_values" in self._takes
-        self._text = model.config.get_text_config(decoder=self._sees)
+        hears = self.is_text and not self._takes.isdisjoint(HEARD)
+        self._text = model.config.get_text_config(decoder=self._sees or hears)
         if not self.is_text and self.main not in _MAKERS:
             known = ", ".join(("input_ids", *_MAKERS))
             raise UserError(f"{type(model).__name__} takes {self.main}: only models of {known} can be exported")
-        if self.is_text and "input_features" in self._takes:
-            raise UserError(f"{type(model).__name__} takes text together with input_features{IN_PARTS}")
-        self.pictures: Pictures | None = None
-        """What a model that generates text does with pictures; None if it takes none, or generates nothing."""
+        self.media: Media | None = None
+        """What a model that generates text does with pictures or sound; None if it takes neither, or generates
+        nothing."""
+        if hears:
+            self.media = Sounds.of(model)
         if self._sees and model.can_generate():
-            self.pictures = Pictures.of(model, _image(self._config) if _has_image_size(self._config) else None)
+            self.media = Pictures.of(model, _image(self._config) if _has_image_size(self._config) else None)
 
     @property
     def is_text(self) -> bool:
@@ -84,7 +88,7 @@ class Inputs:
         limits it."""
         positions = getattr(self._text, "max_position_embeddings", None)
         most = int(positions) if isinstance(positions, int) and positions > 1 else 1 << 20
-        return most if self.pictures is None else most - self.pictures.packing.tokens
+        return most if self.media is None else most - self.media.packing.tokens
 
     def shapes(self, reserve: int = 0) -> list[Shape]:
         """Return the shapes at which an export is checked; `reserve` positions are left for generated tokens."""
@@ -101,7 +105,7 @@ class Inputs:
 
     def with_room(self, shape: Shape) -> Shape:
         """Return a shape that is longer by the tokens of a picture, if the model's prompts have any."""
-        return shape if self.pictures is None else replace(shape, length=shape.length + self.pictures.packing.tokens)
+        return shape if self.media is None else replace(shape, length=shape.length + self.media.packing.tokens)
 
     def make(self, shape: Shape) -> dict[str, Tensor]:
         """Return the arguments of a forward. Text: ids and `attention_mask` [batch, length] int64."""
@@ -114,12 +118,12 @@ class Inputs:
         if not self._pad_left and end is not None:  # BART's classifiers read the token at the only end
             ids[torch.arange(len(ids)), mask.sum(1) - 1] = end
         ids = ids.masked_fill(mask == 0, pad or 0)
-        if self.pictures is not None:  # each row ends with a picture and a token
-            for row, count in zip(ids, self.pictures.packing.counts(shape.batch), strict=True):
-                row[-1 - count : -1] = self.pictures.token
+        if self.media is not None:  # each row ends with a picture, or sound, and a token
+            for row, count in zip(ids, self.media.packing.counts(shape.batch), strict=True):
+                row[-1 - count : -1] = self.media.token
         seen: dict[str, Tensor] = {}
-        if self.pictures is not None:
-            seen = self.pictures.packing.make(shape.batch, generator)
+        if self.media is not None:
+            seen = self.media.packing.make(shape.batch, generator)
         elif self._sees:
             seen = {PIXELS: torch.randn(shape.batch, *_image(self._config), generator=generator)}
         return {**self.with_mask(ids, mask, seen.get(GRID)), **seen}
@@ -128,7 +132,7 @@ class Inputs:
         """Return the places in each row, of arguments for a text that this made, whose outputs are compared: not those
         of a picture, of which there may be a thousand, and the last of a long text."""
         ids = arguments["input_ids"][0]
-        token = None if self.pictures is None else self.pictures.token
+        token = None if self.media is None else self.media.token
         return (torch.ones_like(ids) if token is None else ids != token).nonzero()[-_COMPARED:, 0]
 
     def _mask(self, shape: Shape) -> Tensor:
@@ -151,16 +155,16 @@ class Inputs:
             made["attention_mask"] = mask
         if "token_type_ids" in self._takes and (getattr(self._text, "type_vocab_size", 0) or 0) > 1:
             made["token_type_ids"] = torch.zeros_like(ids)
-        elif "token_type_ids" in self._takes and self.pictures is not None:
-            made["token_type_ids"] = (ids == self.pictures.token).long() * self.pictures.token_type
+        elif "token_type_ids" in self._takes and self.media is not None:
+            made["token_type_ids"] = (ids == self.media.token).long() * self.media.token_type
         if "position_ids" in self._takes and self._pad_left:
-            first = 0 if self.pictures is None else self.pictures.first_position
+            first = 0 if self.media is None else self.media.first_position
             made["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first
-        if self.pictures is not None and self.pictures.rope is not None:
-            made.update(self._on_axes(ids, mask, sizes, self.pictures))
+        if self.media is not None and self.media.rope is not None:
+            made.update(self._on_axes(ids, mask, sizes, self.media))
         return made
 
-    def _on_axes(self, ids: Tensor, mask: Tensor, sizes: Tensor | None, known: Pictures) -> dict[str, Tensor]:
+    def _on_axes(self, ids: Tensor, mask: Tensor, sizes: Tensor | None, known: Media) -> dict[str, Tensor]:
         """Return what a model whose positions are on three axes is told: those, and which tokens are pictures'."""
         if sizes is None:
             return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0).expand(3, -1, -1)}
@@ -172,8 +176,8 @@ class Inputs:
         special = [
             self._id(name) for name in ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
         ]
-        if self.pictures is not None:
-            special.append(self.pictures.token)
+        if self.media is not None:
+            special.append(self.media.token)
         plain = next(one for one in range(self.vocabulary) if one not in special)
         for one in special:
             ids = ids.masked_fill(ids == one, plain) if one is not None else ids
@@ -210,5 +214,5 @@ def _wave(config: Any) -> tuple[int, ...]:
     return (_WAVE,)
 
 
-_MAKERS = {"pixel_values": _image, "input_features": _spectrogram, "input_values": _wave}
+_MAKERS = {PIXELS: _image, FEATURES: _spectrogram, "input_values": _wave}
 """By the name of a main input that is no text: its shape without the batch, from the model's configuration."""

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.checkpoint.publish import commit
 from shardwise.errors import UsageError, UserError
-from shardwise.export import pictures
+from shardwise.export import media
 from shardwise.export.graphs import Export, Form, export, quietly
 from shardwise.export.inputs import Inputs
 from shardwise.export.running import Session
@@ -96,13 +96,13 @@ def export_onnx(  # noqa: PLR0913 - options of a command
             say("comparing it with PyTorch")
             reference = Reference(model, inputs, graphs, _tokens(source, graphs, text))
             names = list(graphs.programs)
-            checked = reference.compare(Session(building, names, graphs.form, inputs.pictures))
+            checked = reference.compare(Session(building, names, graphs.form, inputs.media))
             int8 = None
             if quantize is not None:
                 say("quantizing it")
                 for name in names:
                     _quantize(graphs.programs[name], building / f"{name}{INT8}.onnx")
-                int8 = reference.compare(Session(building, names, graphs.form, inputs.pictures, INT8))
+                int8 = reference.compare(Session(building, names, graphs.form, inputs.media, INT8))
     return Exported(
         end,
         graphs.form,
@@ -160,7 +160,7 @@ def _quantize(program: Any, path: Path) -> None:
 
 def _tokens(source: Source, graphs: Export, text: str | os.PathLike[str] | None) -> torch.Tensor | None:
     """Return the ids of the text whose perplexity is measured, [1, length]; None where there is none."""
-    is_causal = graphs.generates and graphs.form is not Form.SEQUENCES and pictures.BEGINS not in graphs.programs
+    is_causal = graphs.generates and graphs.form is not Form.SEQUENCES and media.BEGINS not in graphs.programs
     if not is_causal or source.tokenizer is None:
         if text is not None:
             raise UserError(

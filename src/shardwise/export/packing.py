@@ -39,7 +39,7 @@ Array = npt.NDArray[Any]
 
 
 class Packing(Protocol):
-    """A way in which a model takes pictures."""
+    """A way in which a model takes pictures, or sound."""
 
     @property
     def tokens(self) -> int:

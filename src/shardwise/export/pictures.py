@@ -7,50 +7,32 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.errors import UserError, one_line
-from shardwise.export import grids, packing
+from shardwise.export import packing
+from shardwise.export.media import IN_PARTS, Media, first_position
 from shardwise.export.packing import GRID, PIXELS, SIDES, OneSize, Packing, Padded, Patches, Tiles
 
-SEES, EMBEDS = "vision_encoder", "embed_tokens"
-READS, BEGINS, CONTINUES = "decoder_model_merged", "decoder_model", "decoder_with_past_model"
-"""Graphs of the decoder: one that reads any number of tokens after any others; or one for prompts and one for each
-further token, where tokens of a picture are read otherwise than those of a text."""
-
-IN_PARTS = (
-    ": export its parts from Python with transformers.exporters.OnnxExporter().export_for_generation(model, inputs, "
-    "config)"
-)
-"""The end of a refusal: what the user can do instead."""
 _ANY_SIZE: dict[str, tuple[type[Patches | Padded | Tiles], ...]] = {GRID: (Patches,), SIDES: (Tiles, Padded)}
 """By the argument that says how large each picture is: how models take pictures of any size."""
-_SEEN = {"input_ids", PIXELS, "mm_encoder_outputs", "mm_token_type_ids", GRID, SIDES}
-"""Arguments that a decoder of embeddings does without."""
 _KINDS = {"token_type_ids", "mm_token_type_ids"}
 """Arguments that say which tokens are a picture's. Models with others choose weights by them (Ernie 4.5 VL)."""
 _PREFIXED = ("paligemma",)
 """Model types whose tokens of one prompt all see one another, pictures and text; `token_type_ids` are 0 for them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pictures:
+class Pictures(Media):
     """What a generating model does with pictures: their features come in place of the embeddings of certain tokens."""
 
-    token: int
-    """The id of the tokens that stand for a picture."""
-    packing: Packing
-    """How it takes pictures."""
-    first_position: int
-    """The position of a text's first token."""
-    token_type: int
-    """What `token_type_ids` are at these tokens, if the model takes any; 0 at those of text."""
-    rope: Any = None
-    """The model's method that computes positions on three axes; None if they are on one."""
+    __slots__ = ()
+    main = PIXELS
+    graph = "vision_encoder"
+    features = "image_features"
+    arguments = frozenset({PIXELS, "mm_encoder_outputs", "mm_token_type_ids", GRID, SIDES})
 
     @classmethod
     def of(cls, model: Any, shape: tuple[int, ...] | None) -> Pictures:
@@ -82,7 +64,7 @@ class Pictures:
                 with torch.no_grad():
                     features = packing.features_of(model, torch.ones(1, *seen))
                 tokens = features[0].numel() // features[0].shape[-1]
-                first = _first_position(model)
+                first = first_position(model)
             except UserError:
                 raise
             except Exception as error:  # whatever a model says of inputs that it cannot take
@@ -111,52 +93,6 @@ def _parameters(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-def _first_position(model: Any) -> int:
-    """Return the position that `generate` gives a text's first token. Raises UserError if a position is no number."""
-    ids, positions = torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None]
-    given = model.prepare_inputs_for_generation(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        position_ids=positions,
-        past_key_values=None,
-        is_first_iteration=True,
-        use_cache=True,
-    ).get("position_ids")
-    found = positions if given is None else given
-    if found.shape != positions.shape:
-        raise UserError(f"{type(model).__name__} has positions in several dimensions{IN_PARTS}")
-    return int(found[0, 0])
-
-
-class Embedding(nn.Module):
-    """Tokens to embeddings."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self._embedding = model.get_input_embeddings()
-
-    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """Return `inputs_embeds`, [batch, length, width]."""
-        return {"inputs_embeds": self._embedding(input_ids)}
-
-
 def reads_prompts_otherwise(model: Any) -> bool:
     """Whether tokens of a prompt may see later ones, as those of one picture do in Gemma 3."""
     return {"pixel_values", "token_type_ids"} <= _parameters(model.forward)
-
-
-def without_pixels(model: Any, arguments: dict[str, Any], known: Pictures) -> dict[str, Any]:
-    """Return the arguments of a decoder's forward with embeddings in place of tokens and of what is said of pictures.
-
-    The model's decoder takes further features of pictures from then on, if it has any.
-    """
-    kept = {name: value for name, value in arguments.items() if value is not None and name not in _SEEN}
-    embedding = model.get_input_embeddings()
-    ids = arguments["input_ids"].clamp(max=embedding.num_embeddings - 1)  # a picture's may be beyond the vocabulary
-    kept["inputs_embeds"] = embedding(ids)
-    if known.rope is not None:  # before the three axes, transformers puts the places of text
-        kept["position_ids"] = kept["position_ids"][-3:]
-    if known.packing.layers:
-        grids.take_deeper(model)
-        kept["deepstack_features"] = torch.zeros(known.packing.layers, *kept["inputs_embeds"].shape)
-    return kept

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.export import pictures
+from shardwise.export import media
 from shardwise.export.graphs import Form
-from shardwise.export.pictures import Pictures
+from shardwise.export.media import Media
 
 Array = npt.NDArray[Any]
 PAST, PRESENT = "past_key_values.", "present."
-_FIRST_AND_NEXT = {Form.STAGES: ("prefill", "decode"), Form.PARTS: (pictures.BEGINS, pictures.CONTINUES)}
+_FIRST_AND_NEXT = {Form.STAGES: ("prefill", "decode"), Form.PARTS: (media.BEGINS, media.CONTINUES)}
 """By form: the graphs of the first and of each further token, where these are two and take no encoder's output."""
 
 
@@ -23,14 +23,14 @@ class Session:
     """The graphs of an export, loaded."""
 
     def __init__(
-        self, directory: Path, names: list[str], form: Form, known: Pictures | None = None, suffix: str = ""
+        self, directory: Path, names: list[str], form: Form, known: Media | None = None, suffix: str = ""
     ) -> None:
         """
         Args:
             directory: has the files.
             names: of the graphs.
             form: which graphs there are.
-            known: what the model does with pictures; None if it takes none in its text.
+            known: what the model does with pictures or sound; None if it takes neither in its text.
             suffix: at the end of the files' names, before `.onnx`.
         """
         import onnxruntime
@@ -38,7 +38,7 @@ class Session:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4  # its errors are raised as well
         self._form = form
-        self._pictures = known
+        self._media = known
         self._graphs = {
             name: onnxruntime.InferenceSession(
                 str(directory / f"{name}{suffix}.onnx"), options, providers=["CPUExecutionProvider"]
@@ -113,28 +113,28 @@ class Session:
     @property
     def _names(self) -> tuple[str, str]:
         """The graphs of the first and of each further token."""
-        if self._form is Form.PARTS and pictures.READS in self._graphs:
-            return pictures.READS, pictures.READS
+        if self._form is Form.PARTS and media.READS in self._graphs:
+            return media.READS, media.READS
         return _FIRST_AND_NEXT.get(self._form, ("model", "model"))
 
     @property
     def _on_axes(self) -> bool:
         """Whether positions are on three axes: they are then given."""
-        return self._pictures is not None and self._pictures.rope is not None
+        return self._media is not None and self._media.rope is not None
 
     def _embedded(self, arguments: dict[str, Array], sees: bool) -> dict[str, Array]:
-        """Return the arguments with embeddings in place of tokens, and of pictures if it `sees` them, and with what
-        deeper layers are given of those; as they are for models that take no pictures in their text."""
-        if self._pictures is None:
+        """Return the arguments with embeddings in place of tokens, and of pictures or sound if it `sees` them, and
+        with what deeper layers are given of those; as they are for models that take only text."""
+        if self._media is None:
             return arguments
         ids = arguments["input_ids"]
-        places = (ids == self._pictures.token) & sees & ("pixel_values" in arguments)
-        embeds = self._run(pictures.EMBEDS, {"input_ids": np.where(places, 0, ids)})["inputs_embeds"]
-        way = self._pictures.packing
+        places = (ids == self._media.token) & sees & (self._media.main in arguments)
+        embeds = self._run(media.EMBEDS, {"input_ids": np.where(places, 0, ids)})["inputs_embeds"]
+        way = self._media.packing
         deeper = np.zeros((way.layers, *embeds.shape), embeds.dtype)
         if places.any():
-            seen = [self._run(pictures.SEES, feed) for feed in way.feeds(arguments)]
-            embeds[places] = np.concatenate([one["image_features"] for one in seen]).reshape(-1, embeds.shape[-1])
+            seen = [self._run(self._media.graph, feed) for feed in way.feeds(arguments)]
+            embeds[places] = np.concatenate([one[self._media.features] for one in seen]).reshape(-1, embeds.shape[-1])
             if way.layers:
                 deeper[:, places] = seen[0]["deepstack_features"]
         return {**arguments, "inputs_embeds": embeds, "deepstack_features": deeper}
@@ -161,7 +161,7 @@ class Session:
         if "input_ids" not in arguments or self._on_axes:
             return dict(arguments)
         mask = arguments.get("attention_mask", np.ones_like(arguments["input_ids"]))
-        first = 0 if self._pictures is None else self._pictures.first_position
+        first = 0 if self._media is None else self._media.first_position
         positions = np.maximum(mask.cumsum(1) - 1, 0) + first
         return {**arguments, "position_ids": positions if last is None else positions[:, -last:]}
 

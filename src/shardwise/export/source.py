@@ -48,6 +48,11 @@ def opened(text: str, base: str | None, times: int) -> Iterator[Source]:
     UsageError if there is too little memory, before any weight is read.
     """
     found = find_model(text, base, weights=False)
+    if found.adapter is not None and found.adapter.resolve() == found.weights.resolve():  # Granite Speech's
+        raise UsageError(
+            f"{text} holds an adapter beside its base: let PEFT merge it (PeftModel.merge_and_unload), save the model, "
+            "and export that"
+        )
     model_class, config = _described(found.weights, text)
     _refuse_large(model_class, config, text, times)
     found = find_model(text, base)

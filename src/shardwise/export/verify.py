@@ -78,7 +78,7 @@ class Reference:
                 self._columns.append(columns)
                 self._outputs.append(_at(columns, outputs))
             self._greedy = None
-            if inputs.pictures is not None:
+            if inputs.media is not None:
                 self._greedy = _greedy_with_cache(model, self._prompt, self._tokens)
             elif self._generates:
                 self._greedy = _greedy(model, self._prompt, self._tokens, self._start)
@@ -194,8 +194,8 @@ def _greedy(model: Any, prompt: Mapping[str, Tensor], tokens: int, start: int | 
 
 
 def _greedy_with_cache(model: Any, prompt: Mapping[str, Tensor], tokens: int) -> Array:
-    """Return the most probable tokens after each prompt [batch, tokens]: pictures are seen once, and tokens of a prompt
-    may see later ones, which those that are made may not."""
+    """Return the most probable tokens after each prompt [batch, tokens]: pictures are seen and sound is heard once, and
+    tokens of a prompt may see later ones, which those that are made may not."""
     mask, positions = prompt["attention_mask"], prompt["position_ids"][..., -1:]
     returned, made = model(**prompt, use_cache=True), list[Tensor]()
     while True:
