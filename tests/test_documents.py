@@ -219,7 +219,7 @@ RUN_HERE = [
 
 @pytest.mark.parametrize(("page", "number"), RUN_HERE)
 def test_the_python_of_a_page_runs(page: str, number: int, ranks: RankPools, tmp_path: Path) -> None:
-    ranks(number).run(_run_page, page)
+    ranks(number).run(_run_page, page, timeout_s=200)  # a search of the planner takes 15 s of a processor
 
 
 def installs_extras_that_exist(line: str) -> bool:
