@@ -5,8 +5,8 @@
     python benchmarks export --out export       # and write results/DATE-export.*
 
 None of them was used while `shardwise export` was built, but for llava, from which the parts of models of text and
-pictures were made, and the two of text and sound; the four after llava were tried when these were done. Each is a small model with random weights, which
-is read from a directory as the command reads it.
+pictures were made, and the two of text and sound; the four after llava were tried when these were done. Each is a small
+model with random weights, which is read from a directory as the command reads it.
 """
 
 from __future__ import annotations
