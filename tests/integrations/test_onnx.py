@@ -540,6 +540,7 @@ def test_an_adapter_beside_its_base_is_refused(tmp_path, capsys):
     model = speech.granite_speech()
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
     model.save_pretrained(str(tmp_path / "model"))
+    capsys.readouterr()
     assert run(["export", str(tmp_path / "model"), "--onnx", str(tmp_path / "onnx")]) == 2
     said = capsys.readouterr().err
     assert "holds an adapter beside its base: let PEFT merge it" in said
