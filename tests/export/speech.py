@@ -58,21 +58,26 @@ def glm_asr() -> Any:
     return built("GlmAsr", "llama", audio_config={**EARS, "num_key_value_heads": 4, "intermediate_size": 128})
 
 
-def granite_speech() -> Any:
+def granite_speech(name: str = "GraniteSpeech", **more: Any) -> Any:
     """Attention in blocks, a mask of features, and a token beyond the vocabulary."""
     ears = {"input_dim": 8, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "dim_head": 8, "output_dim": 10}
     blocks = {"context_size": 10, "max_pos_emb": 16, "feedforward_mult": 2, "conv_kernel_size": 5}
-    projector = {**LAYERS, "model_type": "blip_2_qformer", "num_hidden_layers": 1, "encoder_hidden_size": 32}
+    projector = {**LAYERS, "model_type": "blip_2_qformer", "num_hidden_layers": 1, "cross_attention_frequency": 1}
     return built(
-        "GraniteSpeech",
+        name,
         "granite",
         audio_token_id=70,
         has_lora_adapter=False,
         downsample_rate=3,
         window_size=3,
-        encoder_config={**ears, **blocks},
-        projector_config={**projector, "cross_attention_frequency": 1},
+        encoder_config={**ears, **blocks, **more},
+        projector_config={**projector, "encoder_hidden_size": 64 if more else 32},
     )
+
+
+def granite_speech_plus() -> Any:
+    """The same, which also reads a layer before the last."""
+    return granite_speech("GraniteSpeechPlus", cat_hidden_layers=[1])
 
 
 def qwen3_asr() -> Any:

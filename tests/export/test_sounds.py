@@ -25,6 +25,7 @@ MASK = "input_features_mask"
         (speech.qwen2_audio, Clips(8, True, "feature_attention_mask", False, 120, (120, 90, 60), 1, (30, 22, 15))),
         (speech.glm_asr, Clips(8, True, MASK, False, 0, (97, 41, 31), 8, (12, 5, 4))),
         (speech.granite_speech, Clips(8, False, MASK, True, 0, (117, 51, 36), 1, (39, 17, 12))),
+        (speech.granite_speech_plus, Clips(8, False, MASK, True, 0, (117, 51, 36), 1, (39, 17, 12))),
         (speech.qwen3_asr, Clips(16, True, MASK, False, 0, (297, 141, 81), 100, (39, 19, 11))),
     ],
 )
@@ -40,7 +41,7 @@ def test_how_models_take_clips(build, expected):
         assert model(**made).logits.isfinite().all()  # tokens and features are as many, else transformers raises
 
 
-@pytest.mark.parametrize("build", [speech.granite_speech, speech.qwen3_asr])
+@pytest.mark.parametrize("build", [speech.granite_speech, speech.granite_speech_plus, speech.qwen3_asr])
 @pytest.mark.parametrize("frames", [(9,), (10, 30), (200, 117, 3), (397, 200, 100)])
 def test_hears_what_the_model_hears(build, frames):
     model = build()
@@ -55,6 +56,20 @@ def test_hears_what_the_model_hears(build, frames):
     assert found.shape == expected.shape == (sum(given.counts(len(frames))), 32)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert type(model.base_model).get_audio_features is model.base_model.get_audio_features.__func__
+
+
+@pytest.mark.parametrize(
+    ("build", "frames"), [(speech.granite_speech, (20, 10)), (speech.qwen3_asr, (200, 100)), (speech.glm_asr, (64, 32))]
+)
+def test_an_export_is_also_checked_with_whole_blocks_and_windows(build, frames):
+    model = build()
+    inputs = Inputs(model, pad_left=True)
+    with torch.no_grad():
+        others = inputs.media.packing.others(model)
+        axis = 2 if inputs.media.packing.frames_last else 1
+        assert tuple(one["input_features"].shape[axis] for one in others[:2]) == frames
+        for given in others:
+            assert len(inputs.media.features_of(model, given)) > 0
 
 
 @pytest.mark.parametrize("frames", [[500, 320, 101], [99, 5], [100], [250, 1, 200]])

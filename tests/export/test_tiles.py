@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import types
 
 import pytest
 import torch
 import transformers
 from transformers.image_processing_utils import select_best_resolution
+from transformers.models.llava_next import modeling_llava_next
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches, unpad_image
+from transformers.models.llava_onevision import modeling_llava_onevision
 
 from shardwise.export import tiles
 from shardwise.export.packing import Tiles
@@ -35,6 +39,39 @@ def test_what_is_padding(grid):
         expected = unpad_image(torch.ones(1, *grid), size).shape[1:]
         begin = tiles._padding(torch.tensor(size), torch.tensor(grid))
         assert (torch.tensor(grid) - 2 * begin).tolist() == list(expected)
+
+
+COMMON = [(1080, 1920), (1024, 1024), (1920, 1920), (1800, 1800), (3024, 4032), (2658, 1615), (666, 2134), (480, 640)]
+
+
+@pytest.mark.parametrize(
+    ("module", "known", "pixels", "patch", "more"),
+    [
+        (modeling_llava_next, [[1, 2], [2, 1], [2, 2], [3, 1], [1, 3]], 336, 14, {}),
+        (
+            modeling_llava_onevision,
+            list(itertools.product(range(1, 7), range(1, 7))),
+            384,
+            14,
+            {"vision_aspect_ratio": "anyres_max_9"},
+        ),
+    ],
+)
+def test_grids_of_published_models(module, known, pixels, patch, more):
+    """Their own functions need of a model but these settings."""
+    known = [[rows * pixels, columns * pixels] for rows, columns in known]
+    vision = types.SimpleNamespace(image_size=pixels, patch_size=patch)
+    model = types.SimpleNamespace(config=types.SimpleNamespace(vision_config=vision, image_grid_pinpoints=known))
+    kind = module.LlavaOnevisionModel if more else module.LlavaNextModel
+    given = more or {"vision_feature_select_strategy": "full"}
+    end, rng = torch.randn(3), random.Random(7)
+    for size in [*COMMON, *((rng.randint(300, 3000), rng.randint(300, 3000)) for _ in range(25))]:
+        features = torch.randn(image_size_to_num_patches(size, known, pixels), (pixels // patch) ** 2, 3)
+        sizes = torch.tensor([size])
+        expected = kind.pack_image_features(model, [features], sizes, image_newline=end, **given)[0][0]
+        part = tiles.SeeingTiles(model)
+        found = part._put_together([features], sizes, image_newline=end, **given)[0][0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3, msg=lambda text, size=size: f"{size}: {text}")
 
 
 def llava(name, text, **vision):

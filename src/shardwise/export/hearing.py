@@ -20,8 +20,8 @@ from shardwise.export import grids
 
 MASKS = ("input_features_mask", "feature_attention_mask")
 """Names of the argument that says which frames of a spectrogram, or which of its features, are no padding."""
-_BLOCKS = "GraniteSpeechConformerAttention"
-"""The end of the names of classes of attention within blocks of a length, which is their `context_size`."""
+_BLOCKS = ("GraniteSpeechConformerAttention", "GraniteSpeechPlusConformerAttention")
+"""Classes of attention within blocks of a length, which is their `context_size`."""
 
 
 class Hearing(nn.Module):
@@ -94,7 +94,7 @@ def _of_any_length(model: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for kind in {type(module) for module in model.modules()}:
             module = sys.modules[kind.__module__]
-            if kind.__name__.endswith(_BLOCKS):
+            if kind.__name__ in _BLOCKS:
                 stack.enter_context(mock.patch.object(kind, "forward", _in_blocks))
             if "cu_seqlens" in inspect.signature(kind.forward).parameters:
                 ours: dict[str, Any] = {**grids.ATTENTION, "get_audio_cu_seqlens": ends_of_windows}

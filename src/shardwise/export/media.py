@@ -6,6 +6,7 @@ what they take and return, are those of optimum and transformers.js.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -49,6 +50,10 @@ class Media:
     """Its output that comes in place of the tokens' embeddings."""
     arguments: ClassVar[frozenset[str]]
     """Arguments of the model that a decoder of embeddings does without."""
+
+    def features_of(self, model: Any, given: Mapping[str, Tensor]) -> Tensor:
+        """Return what comes in place of the embeddings of their tokens, [tokens, width]."""
+        raise NotImplementedError
 
 
 def first_position(model: Any) -> int:

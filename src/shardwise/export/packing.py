@@ -55,6 +55,10 @@ class Packing(Protocol):
     def counts(self, pictures: int) -> list[int]:
         """Return how many tokens each of so many made-up pictures has."""
 
+    def others(self, model: Any) -> list[dict[str, Tensor]]:
+        """Return what a model is given of further made-up pictures, of sizes at which it may go another way than at
+        those of prompts. Their features alone are compared."""
+
     def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
         """Return the part of a model that sees, and arguments for it out of those for the model."""
 
@@ -81,6 +85,9 @@ class OneSize:
 
     def counts(self, pictures: int) -> list[int]:
         return [self.tokens] * pictures
+
+    def others(self, model: Any) -> list[dict[str, Tensor]]:
+        return []
 
     def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
         return Seeing(model), {PIXELS: sample[PIXELS][: 1 if self.one_by_one else None]}
@@ -126,15 +133,22 @@ class Patches:
         with torch.no_grad():
             features, last, layers = grids.seen_by(model, given)
         merged = math.isqrt(_SIDE**2 // len(features))
-        return None if last is None else cls(patch, merged, last, layers)
+        if last is None or merged**2 * len(features) != _SIDE**2:
+            return None
+        return cls(patch, merged, last, layers)
 
     def make(self, pictures: int, generator: torch.Generator) -> dict[str, Tensor]:
-        grid = [(1, rows * self.merged, columns * self.merged) for rows, columns in _made_up(pictures)]
-        patches = pictures * self.tokens * self.merged**2
-        return {PIXELS: torch.randn(patches, *self.patch, generator=generator), GRID: torch.tensor(grid)}
+        return self._made(_made_up(pictures), generator)
+
+    def _made(self, sides: list[tuple[int, int]], generator: torch.Generator) -> dict[str, Tensor]:
+        grid = torch.tensor([(1, rows * self.merged, columns * self.merged) for rows, columns in sides])
+        return {PIXELS: torch.randn(int(grid.prod(1).sum()), *self.patch, generator=generator), GRID: grid}
 
     def counts(self, pictures: int) -> list[int]:
         return [self.tokens] * pictures
+
+    def others(self, model: Any) -> list[dict[str, Tensor]]:
+        return [self._made([(8, 8), (2, 3), (16, 1)], torch.Generator().manual_seed(0))]
 
     def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
         return grids.SeeingPatches(model, self.last), {PIXELS: sample[PIXELS], GRID: sample[GRID]}
@@ -173,12 +187,18 @@ class Padded:
         return made if torch.equal(found, torch.cat(list(features))) else None
 
     def make(self, pictures: int, generator: torch.Generator) -> dict[str, Tensor]:
-        sides = self.side * torch.tensor(_made_up(pictures))
-        pixels = torch.randn(pictures, self.channels, *sides.amax(0), generator=generator)
+        return self._made(_made_up(pictures), generator)
+
+    def _made(self, tokens: list[tuple[int, int]], generator: torch.Generator) -> dict[str, Tensor]:
+        sides = self.side * torch.tensor(tokens)
+        pixels = torch.randn(len(tokens), self.channels, *sides.amax(0), generator=generator)
         return {PIXELS: pixels, SIDES: sides}
 
     def counts(self, pictures: int) -> list[int]:
         return [self.tokens] * pictures
+
+    def others(self, model: Any) -> list[dict[str, Tensor]]:
+        return [self._made([(2, 9), (4, 4)], torch.Generator().manual_seed(0))]
 
     def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
         height, width = sample[SIDES][0]
@@ -200,7 +220,7 @@ class Tiles:
     shape: tuple[int, ...]
     """Of a tile."""
     sizes: tuple[tuple[int, int], ...]
-    """Heights and widths of made-up pictures."""
+    """Heights and widths of made-up pictures: two of the fewest tiles, one of the most."""
     tiles: tuple[int, ...]
     """Number of tiles of each of these."""
     lengths: tuple[int, ...]
@@ -213,10 +233,9 @@ class Tiles:
         known = sorted(getattr(model.config, "image_grid_pinpoints", ()), key=math.prod)
         if not known or getattr(model.base_model, "image_newline", None) is None:
             return None
+        (tall, wide), largest = known[0], known[-1]
+        sizes = ((tall, wide * 2 // 3), (tall * 2 // 3, wide), (largest[0], largest[1]))  # padded right and left, above
         side = model.config.vision_config.image_size
-        (tall, wide), (high, broad) = known[0], known[-1]
-        # Padded on each side, once in the fewest tiles and once in the most.
-        sizes = ((tall, wide * 2 // 3), (tall * 2 // 3, wide), (high * 2 // 3, broad), (high, broad * 2 // 3))
         shape = (int(getattr(model.config.vision_config, "num_channels", None) or 3), side, side)
         count = sys.modules[type(model.base_model).__module__].image_size_to_num_patches
         tiles, lengths, seeing = list[int](), list[int](), SeeingTiles(model)
@@ -229,18 +248,22 @@ class Tiles:
             if found.shape != features.shape or not torch.allclose(found, features, atol=1e-4):
                 return None
             lengths.append(len(features))
-        return cls(shape, sizes[:2], tuple(tiles[:2]), tuple(lengths[:2]))
+        return cls(shape, sizes, tuple(tiles), tuple(lengths))
 
     @property
     def tokens(self) -> int:
-        return max(self.lengths)
+        return max(self.lengths[:2])
 
     def make(self, pictures: int, generator: torch.Generator) -> dict[str, Tensor]:
-        sizes = torch.tensor((self.sizes * pictures)[:pictures])
-        return {PIXELS: torch.randn(pictures, max(self.tiles), *self.shape, generator=generator), SIDES: sizes}
+        sizes = torch.tensor((self.sizes[:2] * pictures)[:pictures])
+        return {PIXELS: torch.randn(pictures, max(self.tiles[:2]), *self.shape, generator=generator), SIDES: sizes}
 
     def counts(self, pictures: int) -> list[int]:
-        return list((self.lengths * pictures)[:pictures])
+        return list((self.lengths[:2] * pictures)[:pictures])
+
+    def others(self, model: Any) -> list[dict[str, Tensor]]:
+        pixels = torch.randn(1, self.tiles[-1], *self.shape, generator=torch.Generator().manual_seed(0))
+        return [{PIXELS: pixels, SIDES: torch.tensor(self.sizes[-1:])}]
 
     def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
         return SeeingTiles(model), {PIXELS: sample[PIXELS][0, : self.tiles[0]], _SIZE: sample[SIDES][:1]}

@@ -6,7 +6,7 @@ The names of the graphs, and of what they take and return, are those of optimum 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -87,6 +87,10 @@ class Pictures(Media):
         if way is None:
             raise UserError(f"{type(model).__name__} takes pictures of any size by {said} ({why}){IN_PARTS}")
         return cls(token, way, 0, 1, getattr(model.base_model, "get_rope_index", None))
+
+    def features_of(self, model: Any, given: Mapping[str, Tensor]) -> Tensor:
+        features = packing.method_of(model)(**given, return_dict=True).pooler_output
+        return torch.cat([one.flatten(0, -2) for one in features])
 
 
 def _parameters(function: Any) -> set[str]:

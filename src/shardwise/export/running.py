@@ -55,6 +55,17 @@ class Session:
         returned, _ = self._first(arguments)
         return returned
 
+    def features(self, arguments: Mapping[str, Array]) -> Array:
+        """Return what comes in place of the embeddings of pictures or sound, [tokens, width].
+
+        Args:
+            arguments: those of the model that are about them.
+        """
+        assert self._media is not None
+        seen = (self._run(self._media.graph, feed) for feed in self._media.packing.feeds(arguments))
+        made = [one[self._media.features] for one in seen]
+        return np.concatenate([one.reshape(-1, one.shape[-1]) for one in made])
+
     def greedy(self, arguments: Mapping[str, Array], tokens: int, start: int | None) -> Array:
         """Return the ids of so many most probable tokens after each prompt, [batch, tokens] int64.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,8 @@ _UNITS = (1, 2, 4, 8, 16)
 """Numbers of frames of which some encoder takes only multiples."""
 _MOST_FRAMES = 120
 """Number of frames in the longest made-up clip within a window."""
+_MORE = 97
+"""Number of frames by which the longest made-up clip is longer than a window of attention, or two blocks of it."""
 _OPEN = torch.export.Dim.AUTO
 
 
@@ -68,6 +70,9 @@ class Sounds(Media):
             why = one_line(error, with_type=True).rstrip(".")
         raise UserError(f"{name} cannot hear sound by its input_features and their mask alone ({why}){IN_PARTS}")
 
+    def features_of(self, model: Any, given: Mapping[str, Tensor]) -> Tensor:
+        return heard(model, given[FEATURES], next((given[name] for name in MASKS if name in given), None))
+
 
 @dataclass(frozen=True, slots=True)
 class Clips:
@@ -101,7 +106,7 @@ class Clips:
         window = 2 * (getattr(config, "max_source_positions", None) or 0)
         # More than a window of attention, and than a block of it.
         inner = getattr(config, "n_window_infer", None) or 2 * (getattr(config, "context_size", None) or 0)
-        frames: tuple[int, ...] = (inner + 97, inner // 2 + 41, inner // 4 + 31)
+        frames: tuple[int, ...] = (inner + _MORE, inner // 2 + 41, inner // 4 + 31)
         if window:
             most = min(window, _MOST_FRAMES)
             frames = (most, most * 3 // 4, most // 2) if mask else (window,)
@@ -117,30 +122,41 @@ class Clips:
         return replace(made, unit=units[-1])._counted(model)
 
     def _counted(self, model: Any) -> Clips:
-        lengths = []
-        for frames in self.frames:
-            total = self._padded(frames)
-            mask = (torch.arange(total) < frames).long()[None] if self.mask and not self.is_of_features else None
-            lengths.append(len(heard(model, torch.zeros(1, *self._shape(total)), mask)))
-        return replace(self, lengths=tuple(lengths))
+        return replace(self, lengths=tuple(self._length(model, frames) for frames in self.frames))
+
+    def _length(self, model: Any, frames: int) -> int:
+        """Return the number of tokens of a clip."""
+        total = self._padded(frames)
+        mask = (torch.arange(total) < frames).long()[None] if self.mask and not self.is_of_features else None
+        return len(heard(model, torch.zeros(1, *self._shape(total)), mask))
 
     @property
     def tokens(self) -> int:
         return max(self.lengths)
 
     def make(self, pictures: int, generator: torch.Generator) -> dict[str, Tensor]:
-        frames = _chosen(self.frames, pictures)
+        return self._made(_chosen(self.frames, pictures), self.counts(pictures), generator)
+
+    def _made(self, frames: Sequence[int], lengths: Sequence[int], generator: torch.Generator) -> dict[str, Tensor]:
         total = self._padded(max(frames))
-        made = {FEATURES: torch.randn(pictures, *self._shape(total), generator=generator)}
+        made = {FEATURES: torch.randn(len(frames), *self._shape(total), generator=generator)}
         if self.is_of_features:
-            counts = self.counts(pictures)
-            made[self.mask] = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+            made[self.mask] = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         elif self.mask:
             made[self.mask] = (torch.arange(total) < torch.tensor(frames)[:, None]).long()
         return made
 
     def counts(self, pictures: int) -> list[int]:
         return _chosen(self.lengths, pictures)
+
+    def others(self, model: Any) -> list[dict[str, Tensor]]:
+        inner, generator = self.frames[0] - _MORE, torch.Generator().manual_seed(0)
+        if self.window:
+            several: list[tuple[int, ...]] = [(self.window, self.window // 3)] if self.mask else []
+        else:  # whole windows and blocks of attention, and less than one
+            inner = inner or 8 * self.unit
+            several = [(inner,), (inner // 2,), (2 * inner, inner // 2, inner // 4 - 1)]
+        return [self._made(frames, [self._length(model, one) for one in frames], generator) for frames in several]
 
     def seeing(self, model: Any, sample: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
         given = {FEATURES: sample[FEATURES]}

@@ -119,7 +119,10 @@ def _padding(size: Tensor, padded: Tensor) -> Tensor:
 def _shrunk(inside: Tensor, most: int) -> Tensor:
     """Return how many rows and columns of features are kept of so many, [2] int64."""
     ratio = (inside.prod().double() / most).sqrt()
-    return torch.where(ratio > _SHRUNK_FROM, torch.floor(inside.double() / ratio).long(), inside)
+    whole = (
+        (inside - torch.fmod(inside.double(), ratio)) / ratio
+    ).round()  # as `//` of numbers does: 135 // (5 / 3) is 80
+    return torch.where(ratio > _SHRUNK_FROM, whole.long(), inside)
 
 
 def _taps(place: Tensor, shrunk: Tensor, inside: Tensor, is_between: bool) -> tuple[Tensor, Tensor]:

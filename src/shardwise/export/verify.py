@@ -82,6 +82,10 @@ class Reference:
                 self._greedy = _greedy_with_cache(model, self._prompt, self._tokens)
             elif self._generates:
                 self._greedy = _greedy(model, self._prompt, self._tokens, self._start)
+            self._alone = list[tuple[dict[str, Tensor], Array]]()
+            if inputs.media is not None:
+                others = inputs.media.packing.others(model)
+                self._alone = [(given, inputs.media.features_of(model, given).numpy()) for given in others]
             text = None if self._ids is None else model(**self._ids).logits
         self.perplexity = None if text is None else _perplexity(text.numpy(), self._ids)
 
@@ -108,6 +112,10 @@ class Reference:
                 if not self._generates and "logits" in found:
                     agreed = _agreed(expected["logits"], found["logits"], mask)
                     same, answers = same + int(agreed.sum()), answers + agreed.size
+            for arguments, features in self._alone:
+                given = " and ".join(f"{name} {list(value.shape)}" for name, value in arguments.items())
+                seen = {"features": session.features(_arrays(arguments))}
+                difference = _worse(difference, _difference({"features": features}, seen, None))
             if self._greedy is not None:
                 given = "generation"
                 tokens = session.greedy(_arrays(self._prompt), self._tokens, self._start)
