@@ -30,15 +30,16 @@ $(STAMP): $(RUN_STAMP)
 	@$(PIP) --quiet -e '.[train,dev]'
 	@touch $@
 
+# The run's last line is its report's path, so what else to try is said first.
 train: $(RUN_STAMP)
-	@$(BIN)/shardwise train quickstart
-	@echo "Next, a longer run, which writes better:"
+	@echo "After this run, a longer one, which writes better:"
 	@echo "  $(BIN)/shardwise train quickstart log.name=longer train.steps=2000"
 	@echo "what the run has written, and whether it is whole:"
 	@echo "  $(BIN)/shardwise inspect runs/quickstart/final"
 	@echo "let it begin another story:"
 	@echo "  $(BIN)/shardwise generate runs/quickstart --prompt 'Once upon a time there was a little bear named Ruby.'"
 	@echo "docs/configs.md has how to fine-tune a model of your own."
+	@$(BIN)/shardwise train quickstart
 
 # Three files of tests at a time, the longest first, each with ranks of its own: tests wait for ranks as much as they work.
 # Plain pytest runs one. A process of tests that dies ends them all: pytest-xdist 3.8 replaces it and may then wait for ever

@@ -248,6 +248,19 @@ def test_every_block_runs_or_says_why_not(page: str) -> None:
             assert known, f"{block.name}: {line}"
 
 
+def test_the_readme_is_short_and_the_pages_that_it_leads_to_link_every_guide() -> None:
+    """It has one screen and a half; what it leaves out stands on the pages where the others begin."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.split("## Where to go", 1)[0].split()) < 500
+    assert len(re.findall(r"^\| ", readme.split("## Where to go", 1)[1], re.MULTILINE)) <= 8  # with its heading
+    linked = readme
+    for page in ("docs/index.md", "docs/user-guide.md", "CONTRIBUTING.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        linked += text.replace("](", "](docs/") if page.startswith("docs") else text
+    guides = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")}
+    assert {guide for guide in guides if f"]({guide}" not in linked} == set()
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_names_on_the_pages_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")

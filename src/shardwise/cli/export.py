@@ -42,14 +42,10 @@ def lines(exported: Exported, tolerance: float) -> list[str]:
         f"onnxruntime {version('onnxruntime')} beside PyTorch {version('torch')}: {', '.join(map(str, checked.shapes))}"
     )
     said += [f"  {line}" for line in _compared(exported, checked)]
-    if exported.perplexity is not None:
-        said.append(f"  perplexity {checked.perplexity:.4g}, PyTorch's {exported.perplexity:.4g}")
     if exported.int8 is not None:
         small = format_bytes(sum(exported.sizes[f"{name}{INT8}"] for name in exact))
         said.append(f"int8 (*{INT8}.onnx, {small} instead of {format_bytes(sum(exact.values()))})")
         said += [f"  {line}" for line in _compared(exported, exported.int8)]
-        if exported.int8.perplexity is not None:
-            said.append(f"  perplexity {exported.int8.perplexity:.4g}, PyTorch's {exported.perplexity:.4g}")
     if checked.passes(tolerance):
         said.append(f"verified: no difference above {tolerance:g}, every answer the same")
     else:
@@ -62,6 +58,11 @@ def _compared(exported: Exported, found: Comparison) -> list[str]:
     if found.answers:
         what = "greedy tokens" if exported.generates else "answers (where logits are greatest)"
         said.append(f"{found.same} of {found.answers} {what} the same, {found.same / found.answers:.1%}")
+    if found.perplexity is not None and exported.perplexity is not None:
+        ours, pytorch = (
+            f"{one:.4g}" if one < 1000 else f"{one:,.0f}" for one in (found.perplexity, exported.perplexity)
+        )
+        said.append(f"perplexity {ours}, PyTorch's {pytorch}")
     return said
 
 

@@ -31,6 +31,7 @@ from shardwise.modules.deferred_init.progress import log_to
 from shardwise.plan.models.transformers_models import quiet_transformers
 from shardwise.policy.kinds import KINDS
 from shardwise.registry import registered
+from shardwise.tables import format_bytes
 from shardwise.train.answering import Answering
 from shardwise.train.build import auto, compute_dtype, rank_consistency
 from shardwise.train.build.lora import base_digest, start_heads
@@ -284,9 +285,10 @@ class Trainer:
         if self.config.lora.r and self.task.shape.labels:
             start_heads(sharded)
         name = shown(self.config.model.pretrained or "")
+        staged_bytes = report.peak_staged_bytes
+        held = f", and held at most {format_bytes(staged_bytes)} besides" if staged_bytes else " straight into"
         self.console.say(
-            f"{name}: each rank read its own {report.read_bytes / 2**20:,.1f} MiB of weights, and held at most "
-            f"{report.peak_staged_bytes / 2**20:,.1f} MiB besides its shards"
+            f"{name}: each rank read its own {format_bytes(report.read_bytes)} of weights{held} its shards"
         )
         return sharded
 

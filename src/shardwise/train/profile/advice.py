@@ -90,9 +90,8 @@ def faster_settings(job: Job, forecast: Callable[[Job], Forecast]) -> str:
         if found.fits and factor > gain:
             gain = factor
             more = (found.peak_memory_bytes - before.peak_memory_bytes) / 2**30
-            best = (
-                f"{_keys(change)}: {factor - 1:.0%} more tokens per second by the planner's estimate, {more:+.2f} GiB"
-            )
+            gained = f"{factor - 1:.0%} more tokens per second by the planner's estimate"
+            best = f"{_keys(job, change)}: {gained}, {more:+.2f} GiB"
     return best or "no single setting helps by the planner's estimate: faster links, or fewer ranks, would"
 
 
@@ -110,11 +109,11 @@ def _changes(job: Job) -> Iterator[dict[str, Any]]:
     yield {"slots": job.slots + _FURTHER_SLOTS}
 
 
-def _keys(change: dict[str, Any]) -> str:
+def _keys(job: Job, change: dict[str, Any]) -> str:
+    """Return a change as the keys of a configuration."""
     if "precision" in change:
-        precision = change["precision"]
-        key = "parallel.reduce_dtype" if precision.reduce == "bf16" else "parallel.param_dtype"
-        return f'{key} = "bf16"'
+        name = "reduce_dtype" if change["precision"].param == job.precision.param else "param_dtype"
+        return f'parallel.{name} = "bf16"'
     found = []
     for name, value in change.items():
         key = {"micro_batch": "train.micro_batch"}.get(name, f"parallel.{name}")
