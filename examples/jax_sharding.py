@@ -59,7 +59,7 @@ def say(text: str) -> None:
 
 def main() -> None:
     """Run all parts in order."""
-    mesh = swj.mesh()  # all devices along fsdp: parameters and the rows of a batch are cut over them
+    mesh = swj.mesh()  # all devices along dp_shard: parameters and the rows of a batch are cut over them
     say(f"A mesh of {mesh.size} {jax.default_backend()} devices: {dict(mesh.shape)}")
 
     model = swj.init(lambda key: Model(nnx.Rngs(key)), mesh)(jax.random.key(0))

@@ -115,13 +115,13 @@ def by_hand(options: argparse.Namespace, decoder: Any, batch: Any) -> Side:
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     specs = {
-        "embed": ("fsdp", None),
-        "qkv_proj": (None, "fsdp"),
-        "o_proj": ("fsdp", None),
-        "up_proj": (None, "fsdp"),
-        "down_proj": ("fsdp", None),
+        "embed": ("dp_shard", None),
+        "qkv_proj": (None, "dp_shard"),
+        "o_proj": ("dp_shard", None),
+        "up_proj": (None, "dp_shard"),
+        "down_proj": ("dp_shard", None),
     }
-    mesh = jax.make_mesh((options.devices,), ("fsdp",), (AxisType.Auto,))
+    mesh = jax.make_mesh((options.devices,), ("dp_shard",), (AxisType.Auto,))
     jax.set_mesh(mesh)
 
     @nnx.jit
@@ -144,7 +144,7 @@ def by_hand(options: argparse.Namespace, decoder: Any, batch: Any) -> Side:
 
     model, optimizer = create()
     step = nnx.jit(train, donate_argnums=(0, 1))
-    rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+    rows = NamedSharding(mesh, PartitionSpec("dp_shard"))
     compiled = step.lower(model, optimizer, jax.device_put(batch, rows)).compile()
 
     def advance(batch: Any) -> float:
@@ -214,8 +214,8 @@ def main() -> None:
     batches = [rng.integers(0, VOCABULARY, shape, dtype=np.int32) for _ in range(options.steps + 1)]
     decoder = build_classes()
     sides = {
-        "shardwise": with_shardwise(options, decoder, batches[0], fsdp=options.devices),
-        "replicated": with_shardwise(options, decoder, batches[0], fsdp=1, replica=options.devices),
+        "shardwise": with_shardwise(options, decoder, batches[0], dp_shard=options.devices),
+        "replicated": with_shardwise(options, decoder, batches[0], dp_shard=1, dp_replicate=options.devices),
         "by hand": by_hand(options, decoder, batches[0]),
     }
     measure(sides, batches)

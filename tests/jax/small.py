@@ -77,7 +77,7 @@ def start(mesh: Any) -> Any:
 @cache
 def losses(devices: int, steps: int, **settings: Any) -> tuple[float, ...]:
     """Of a run of the functional model; shared by tests, as its programs are."""
-    axes = {name: settings.pop(name) for name in ("fsdp", "tensor", "replica") if name in settings}
+    axes = {name: settings.pop(name) for name in ("dp_shard", "tp", "dp_replicate") if name in settings}
     mesh = on(devices, **axes)
     step = swj.train_step(loss_fn, optax.adamw(LR), mesh, **settings)
     state = step.init(start(mesh))
@@ -90,7 +90,7 @@ def losses(devices: int, steps: int, **settings: Any) -> tuple[float, ...]:
 
 class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, dropout: float) -> None:
-        sharded = nnx.with_partitioning(nnx.initializers.normal(0.1), (None, "fsdp"))
+        sharded = nnx.with_partitioning(nnx.initializers.normal(0.1), (None, "dp_shard"))
         self.up = nnx.Linear(WIDTH, 4 * WIDTH, use_bias=False, kernel_init=sharded, rngs=rngs)
         self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)

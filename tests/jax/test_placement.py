@@ -39,8 +39,8 @@ def test_an_nnx_module() -> None:
     model = swj.init(lambda key: small.Net(nnx.Rngs(key)), swj.mesh())(jax.random.key(0))
     assert isinstance(model, small.Net)
     assert model.head is model.embed  # still one
-    assert model.blocks[0].up.kernel.get_value().sharding.spec == P(None, "fsdp")
-    assert model.blocks[0].down.kernel.get_value().sharding.spec == P("fsdp", None)
+    assert model.blocks[0].up.kernel.get_value().sharding.spec == P(None, "dp_shard")
+    assert model.blocks[0].down.kernel.get_value().sharding.spec == P("dp_shard", None)
     assert model.norm.mean.get_value().sharding.spec == P()
     assert model(jnp.zeros((8, 4), jnp.int32)).shape == (8, 4, small.VOCAB)
 
@@ -49,7 +49,7 @@ def test_an_abstract_model_takes_no_memory() -> None:
     before = len(jax.live_arrays())
     model = swj.init(lambda key: small.Net(nnx.Rngs(key)), swj.mesh()).abstract()
     assert len(jax.live_arrays()) == before
-    assert model.embed.embedding.get_value().sharding.spec == P("fsdp", None)
+    assert model.embed.embedding.get_value().sharding.spec == P("dp_shard", None)
 
 
 def test_what_init_and_shard_cannot_take() -> None:
@@ -68,10 +68,10 @@ def test_shard_takes_arrays_of_numpy_and_modules() -> None:
     mesh = swj.mesh()
     array = np.arange(2048, dtype=np.float32).reshape(32, 64)
     placed = swj.shard({"w": array}, mesh)["w"]
-    assert placed.sharding.spec == P(None, "fsdp")
+    assert placed.sharding.spec == P(None, "dp_shard")
     np.testing.assert_array_equal(placed, array)
     module = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
     sharded = swj.shard(module, mesh)
     assert isinstance(sharded, nnx.Linear)
-    assert sharded.kernel.get_value().sharding.spec == P("fsdp", None)
+    assert sharded.kernel.get_value().sharding.spec == P("dp_shard", None)
     np.testing.assert_array_equal(sharded.kernel, module.kernel)

@@ -76,9 +76,9 @@ def test_one_device_is_jax_and_optax_by_hand() -> None:
 @pytest.mark.parametrize(
     ("axes", "settings"),
     [
-        ({"fsdp": 2, "tensor": 2, "replica": 2}, {}),
-        ({"fsdp": 2, "replica": 2}, {"accumulation": 4}),
-        ({"fsdp": 2}, {"remat": "dots", "accumulation": 2}),
+        ({"dp_shard": 2, "tp": 2, "dp_replicate": 2}, {}),
+        ({"dp_shard": 2, "dp_replicate": 2}, {"accumulation": 4}),
+        ({"dp_shard": 2}, {"remat": "dots", "accumulation": 2}),
     ],
 )
 def test_other_meshes_and_micro_batches_are_the_same_training(axes: dict[str, int], settings: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ def test_state_of_other_optimizers_lies_as_its_parameters() -> None:
     description = swj.describe(swj.train_step(small.loss_fn, tx, mesh).init(shapes))
     moments = {array.path: array for array in description.arrays if array.path.startswith("opt_state")}
     (momentum,) = (place for path, place in moments.items() if path.endswith("mu.embed"))
-    assert (momentum.shape, momentum.spec) == ((64, 32), "(fsdp, -)")
+    assert (momentum.shape, momentum.spec) == ((64, 32), "(dp_shard, -)")
     assert [place.path for place in moments.values() if place.pieces == 1 and np.prod(place.shape) >= 1024] == []
 
 
@@ -300,10 +300,10 @@ def test_states_keep_their_own_shardings() -> None:
     mesh = small.on(2)
     step = swj.train_step(square, optax.sgd(0.1), mesh)
     specs = []
-    for rules in (None, [("a", PartitionSpec(None, "fsdp"))]):
+    for rules in (None, [("a", PartitionSpec(None, "dp_shard"))]):
         state, _ = step(step.init(swj.shard({"a": jnp.ones((64, 32))}, mesh, rules)), ROWS_OF_ONES)
         specs.append(state.params["a"].sharding.spec)
-    assert specs == [PartitionSpec("fsdp", None), PartitionSpec(None, "fsdp")]
+    assert specs == [PartitionSpec("dp_shard", None), PartitionSpec(None, "dp_shard")]
 
 
 def test_gradients_in_bf16_are_divided_in_fp32() -> None:
@@ -424,10 +424,10 @@ def test_rows_of_several_processes_are_told_apart() -> None:
         return SimpleNamespace(devices=devices.reshape(tuple(shape.values())), shape=shape)
 
     own = {"ids": np.zeros((8, 4), np.int32)}
-    check_batch(own, of([0, 0, 1, 1], replica=1, fsdp=2, tensor=2), 1)
-    check_batch(own, of([0, 0, 1, 1], replica=1, fsdp=4, tensor=1), 1)
-    across = of([0, 0, 1, 1], replica=1, fsdp=1, tensor=4)
+    check_batch(own, of([0, 0, 1, 1], dp_replicate=1, dp_shard=2, tp=2), 1)
+    check_batch(own, of([0, 0, 1, 1], dp_replicate=1, dp_shard=4, tp=1), 1)
+    across = of([0, 0, 1, 1], dp_replicate=1, dp_shard=1, tp=4)
     for refuses in (lambda: check_batch(own, across, 1), lambda: swj.put_batch(own, across)):
-        with pytest.raises(UsageError, match="the mesh's tensor axis of 4 spans several processes"):
+        with pytest.raises(UsageError, match="the mesh's tp axis of 4 spans several processes"):
             refuses()
     check_batch({"ids": jnp.zeros((8, 4), jnp.int32)}, across, 1)

@@ -147,14 +147,14 @@ def _of_jax(asked: Asked, source: ModelSource | None) -> tuple[dict[str, Any], l
     devices = asked.cluster.world_size
     settings = []
     for one in asked.settings:
-        fsdp = _shards(one, asked.cluster)
+        dp_shard = _shards(one, asked.cluster)
         remat = REMAT.get(one["activation_checkpointing"])
         if remat is None:
             raise PlanError(
                 f"--activation-checkpointing {one['activation_checkpointing']}: must be one of {', '.join(REMAT)} "
                 "with --backend jax"
             )
-        settings.append(Setting(fsdp, devices // fsdp, one["micro_batch"], one["accumulation"], remat))
+        settings.append(Setting(dp_shard, devices // dp_shard, one["micro_batch"], one["accumulation"], remat))
     model = asked.model if source is None else dict(source.config or {})
     gpu = asked.cluster.hardware.name.partition("-")[0]
     found = compile_in_subprocess(CompileRequest(model, devices, asked.seq_len, stored, computed, settings, gpu))
@@ -189,8 +189,8 @@ def _shards(setting: Mapping[str, Any], cluster: Cluster) -> int:
 
 def _sent(compiled: Mapping[str, Any], widened: bool) -> Iterator[Sent]:
     """Yield a program's collectives as an accelerator would run them: an all-reduce of which each device needs only a
-    piece counts as a reduce-scatter. A collective over both axes counts as one over fsdp and one over replica, where
-    the replicas exchange only pieces.
+    piece counts as a reduce-scatter. A collective over both axes counts as one over dp_shard and one over dp_replicate,
+    where the replicas exchange only pieces.
 
     widened: whether the program sends parameters and gradients in fp32 that an accelerator would send in bf16.
     """
@@ -202,12 +202,12 @@ def _sent(compiled: Mapping[str, Any], widened: bool) -> Iterator[Sent]:
         op, nbytes, times = part["operation"].replace("-", "_"), part["nbytes"], part["times"]
         nbytes = nbytes // 2 if widened and part["dtype"] == "f32" and part["parameter"] else nbytes
         op = op if op in ("all_gather", "reduce_scatter", "all_reduce") else "all_to_all"
-        over_fsdp, over_replica = "fsdp" in part["axes"], "replica" in part["axes"]
-        if over_fsdp:
-            yield Sent("reduce_scatter" if part["is_cut"] else op, "shard", sizes["fsdp"], nbytes, times)
-        if over_replica:
-            own = nbytes // sizes["fsdp"] if over_fsdp else nbytes
-            yield Sent(op, REPLICATE, sizes["replica"], own, times)
+        over_shards, over_replicas = "dp_shard" in part["axes"], "dp_replicate" in part["axes"]
+        if over_shards:
+            yield Sent("reduce_scatter" if part["is_cut"] else op, "shard", sizes["dp_shard"], nbytes, times)
+        if over_replicas:
+            own = nbytes // sizes["dp_shard"] if over_shards else nbytes
+            yield Sent(op, REPLICATE, sizes["dp_replicate"], own, times)
 
 
 def _of_torch(asked: Asked) -> list[Row]:

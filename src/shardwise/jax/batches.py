@@ -21,7 +21,7 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
             batch is the rows of all processes, in process order. Abstract arrays and arrays of JAX are global.
         mesh: from `shardwise.jax.mesh`.
 
-    Raises UsageError for numpy arrays if the mesh's tensor axis spans several processes, and for integers that do not
+    Raises UsageError for numpy arrays if the mesh's tp axis spans several processes, and for integers that do not
     fit the 32 bits to which JAX would truncate them.
     """
     check_own_rows(batch, mesh)
@@ -58,7 +58,7 @@ def keep_rows(x: Any) -> Any:
     programs of `shardwise.jax`, or if the rows do not divide evenly.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not set(DATA_AXES) <= set(mesh.axis_names) or x.shape[0] % (mesh.shape["replica"] * mesh.shape["fsdp"]):
+    if not set(DATA_AXES) <= set(mesh.axis_names) or x.shape[0] % (mesh.shape["dp_replicate"] * mesh.shape["dp_shard"]):
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(DATA_AXES))
 
@@ -88,14 +88,14 @@ def check_batch(batch: Any, mesh: Mesh, accumulation: int) -> None:
 
 def check_own_rows(batch: Any, mesh: Mesh) -> None:
     """Raises UsageError for numpy arrays, which hold one process's rows, if devices of several processes share rows."""
-    if mesh.shape["tensor"] == 1 or not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch)):
+    if mesh.shape["tp"] == 1 or not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch)):
         return
     by_rows = mesh.devices.reshape(data_size(mesh), -1)
     if any(len({device.process_index for device in same}) > 1 for same in by_rows):
         raise UsageError(
-            f"the mesh's tensor axis of {mesh.shape['tensor']} spans several processes, which must then have the "
+            f"the mesh's tp axis of {mesh.shape['tp']} spans several processes, which must then have the "
             "same rows: pass arrays of JAX (jax.make_array_from_callback(shape, sharding, rows)), or keep "
-            "tensor within a process"
+            "tp within a process"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from jax.sharding import Mesh, PartitionSpec
 
 from shardwise.errors import LayoutError
+from shardwise.jax.devices import OTHER_NAMES
 
 Rules = Sequence[tuple[str, PartitionSpec]]
 """Pairs of (regular expression, PartitionSpec). The first expression found in a parameter's dotted path decides."""
@@ -35,7 +36,7 @@ TENSOR_DIMS = (
     | {(name, 3): 1 for name in _SPLIT_INPUTS}
     | {(name, 2): 0 for name in _TABLES}
 )
-"""By (layer name, number of dims of its kernel), the dim that is cut over `tensor`. Kernels are (input, output)."""
+"""By (layer name, number of dims of its kernel), the dim that is cut over `tp`. Kernels are (input, output)."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,10 @@ def check_spec(decision: Decision, on: Mesh) -> None:
         used += axes
         for axis in axes:
             if axis not in on.shape:
-                raise LayoutError(f"{where} names the axis {axis!r}, but the mesh has {', '.join(on.axis_names)}")
+                meant = f"; write {OTHER_NAMES[axis]} for {axis}" if axis in OTHER_NAMES else ""
+                raise LayoutError(
+                    f"{where} names the axis {axis!r}, but the mesh has {', '.join(on.axis_names)}{meant}"
+                )
         pieces = math.prod(on.shape[axis] for axis in axes)
         if decision.shape[dim] % pieces:
             over = " x ".join(f"{axis}={on.shape[axis]}" for axis in axes)
@@ -126,24 +130,24 @@ def axes_of(names: Any) -> tuple[str, ...]:
 
 
 def by_shape(path: str, shape: tuple[int, ...], on: Mesh, min_numel: int) -> Decision:
-    """Cut the largest dim that fsdp divides (the first of equal ones) over fsdp, and known kernels also over tensor."""
+    """Cut the largest dim that dp_shard divides, the first of equal ones, over it; known kernels also over tp."""
     if math.prod(shape) < min_numel:
         return Decision(path, shape, PartitionSpec(), "small")
     names: list[str | None] = [None] * len(shape)
-    tensor_dim = tensor_dim_of(path, len(shape)) if on.shape["tensor"] > 1 else None
-    if tensor_dim is not None and shape[tensor_dim] % on.shape["tensor"] == 0:
-        names[tensor_dim] = "tensor"
-    free = [dim for dim in range(len(shape)) if names[dim] is None and shape[dim] % on.shape["fsdp"] == 0]
-    if free and on.shape["fsdp"] > 1:
-        names[max(free, key=lambda dim: (shape[dim], -dim))] = "fsdp"
-    cut = any(names) or on.shape["fsdp"] == 1
+    tensor_dim = tensor_dim_of(path, len(shape)) if on.shape["tp"] > 1 else None
+    if tensor_dim is not None and shape[tensor_dim] % on.shape["tp"] == 0:
+        names[tensor_dim] = "tp"
+    free = [dim for dim in range(len(shape)) if names[dim] is None and shape[dim] % on.shape["dp_shard"] == 0]
+    if free and on.shape["dp_shard"] > 1:
+        names[max(free, key=lambda dim: (shape[dim], -dim))] = "dp_shard"
+    cut = any(names) or on.shape["dp_shard"] == 1
     return Decision(
         path, shape, PartitionSpec(*names) if any(names) else PartitionSpec(), "shape" if cut else "nothing divides"
     )
 
 
 def tensor_dim_of(path: str, dims: int) -> int | None:
-    """Return the dim of an attention or MLP kernel, head or embedding that is cut over tensor; None for others."""
+    """Return the dim of an attention or MLP kernel, head or embedding that is cut over tp; None for others."""
     names = path.split(".")
     if names[-1] == "bias":
         return None
@@ -157,7 +161,7 @@ def name_the_replicated(decisions: Sequence[Decision], on: Mesh) -> None:
     if whole:
         more = f" and {len(whole) - 5} more" if len(whole) > 5 else ""
         warnings.warn(
-            f"no dim divides by fsdp={on.shape['fsdp']}: every device keeps the whole of "
+            f"no dim divides by dp_shard={on.shape['dp_shard']}: every device keeps the whole of "
             f"{', '.join(whole[:5])}{more}; pad them, or give a rule (PartitionSpec() if that is intended)",
             stacklevel=5,
         )

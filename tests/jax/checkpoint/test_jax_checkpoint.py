@@ -44,7 +44,7 @@ class State(NamedTuple):
 
 def mesh(devices: int, axes: int = 1) -> Mesh:
     found = np.array(jax.devices()[:devices])
-    return Mesh(found.reshape(-1, axes), ("fsdp", "tensor")) if axes > 1 else Mesh(found, ("fsdp",))
+    return Mesh(found.reshape(-1, axes), ("dp_shard", "tp")) if axes > 1 else Mesh(found, ("dp_shard",))
 
 
 def params(dtype: Any = jnp.float32) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def params(dtype: Any = jnp.float32) -> dict[str, Any]:
     }
 
 
-SPECS = {(16, 24): (None, "fsdp"), (3, 24, 40): (None, None, "fsdp"), (3, 24): (None, "fsdp"), (5,): ()}
+SPECS = {(16, 24): (None, "dp_shard"), (3, 24, 40): (None, None, "dp_shard"), (3, 24): (None, "dp_shard"), (5,): ()}
 
 
 def spread(tree: Any, over: Mesh, specs: dict[Any, Any] = SPECS) -> Any:
@@ -109,7 +109,7 @@ def test_a_state_comes_back_at_another_number_of_devices(tmp_path: Path, asynchr
     loaded, extra = swj.checkpoint.load(tmp_path / "a", like=spread(abstract, mesh(4)))
     assert_same(loaded, expected)
     assert (extra, extra.step) == ({"data": [1, 2]}, 7)
-    assert loaded.params["layers"]["up"]["kernel"].sharding.spec == PartitionSpec(None, None, "fsdp")
+    assert loaded.params["layers"]["up"]["kernel"].sharding.spec == PartitionSpec(None, None, "dp_shard")
     assert len(loaded.params["layers"]["up"]["kernel"].sharding.device_set) == 4
     assert loaded.opt_state[1][0].mu["embed"]["embedding"].addressable_shards[0].data.shape == (16, 6)
     swj.checkpoint.save(tmp_path / "b", loaded, 7, {"data": [1, 2]}, names=MAP)
@@ -131,14 +131,14 @@ def test_files_hold_what_the_map_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [("fsdp",), (None, "tensor"), ("tensor", "fsdp"), (None, ("fsdp", "tensor")), ("fsdp", None, "tensor"), ()]
+    "spec", [("dp_shard",), (None, "tp"), ("tp", "dp_shard"), (None, ("dp_shard", "tp")), ("dp_shard", None, "tp"), ()]
 )
 def test_every_element_is_written_and_read_whatever_the_sharding(tmp_path: Path, spec: tuple[Any, ...]) -> None:
     array = jnp.arange(8 * 16 * 8, dtype=jnp.float32).reshape(8, 16, 8)
     sharding = NamedSharding(mesh(8, 2), PartitionSpec(*spec))
     swj.checkpoint.save(tmp_path / "a", {"x": jax.device_put(array, sharding)})
     swj.checkpoint.verify(tmp_path / "a")  # each byte in one checksum
-    for other in (sharding, NamedSharding(mesh(4, 2), PartitionSpec("tensor", None, "fsdp"))):
+    for other in (sharding, NamedSharding(mesh(4, 2), PartitionSpec("tp", None, "dp_shard"))):
         loaded, _ = swj.checkpoint.load(
             tmp_path / "a", like={"x": jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=other)}
         )
@@ -296,7 +296,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 
 def test_an_asynchronous_save_is_of_its_moment(tmp_path: Path) -> None:
-    array = jax.device_put(jnp.arange(4096.0), NamedSharding(mesh(8), PartitionSpec("fsdp")))
+    array = jax.device_put(jnp.arange(4096.0), NamedSharding(mesh(8), PartitionSpec("dp_shard")))
     step = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     swj.checkpoint.save(tmp_path / "a", {"x": array}, asynchronous=True)
     stepped = step(array)

@@ -70,11 +70,11 @@ def logits_of(model: Any, tokens: Any = TOKENS) -> Any:
 
 def abstract(config: dict[str, Any], devices: int = 8) -> Any:
     """A model without memory, its parameters sharded by their largest dims."""
-    mesh = jax.make_mesh((1, devices, 1), ("replica", "fsdp", "tensor"), (AxisType.Auto,) * 3)
+    mesh = jax.make_mesh((1, devices, 1), ("dp_replicate", "dp_shard", "tp"), (AxisType.Auto,) * 3)
 
     def spread(leaf: Any) -> Any:
         largest = max(range(leaf.ndim), key=lambda dim: leaf.shape[dim])
-        names = ["fsdp" if dim == largest and leaf.shape[dim] % devices == 0 else None for dim in range(leaf.ndim)]
+        names = ["dp_shard" if dim == largest and leaf.shape[dim] % devices == 0 else None for dim in range(leaf.ndim)]
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*names)))
 
     return jax.tree.map(spread, nnx.eval_shape(lambda: models.from_config(config, jax.random.key(0))))

@@ -55,20 +55,23 @@ def test_sizes(dtype: str, nbytes: int) -> None:
 @pytest.mark.parametrize(
     ("text", "axes"),
     [
-        ("replica_groups={{0,1,2,3},{4,5,6,7}}, x", "fsdp"),
-        ("replica_groups=[2,4]<=[8], x", "fsdp"),
-        ("replica_groups=[4,2]<=[2,4]T(1,0), x", "replica"),
-        ("replica_groups={}, x", "replica x fsdp"),
-        ("replica_groups=mesh['axis_0'=2,'axis_1'=1,'axis_2'=4] {'axis_2'}, x", "fsdp"),
-        ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, x", "replica"),
-        ("replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_0'}, x", "fsdp"),
-        ("replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_2'}, x", "replica"),
-        ("source_target_pairs={{0,1},{1,2},{2,3},{3,0}}, x", "fsdp"),
-        ("replica_groups={{0,5},{1,4}}, x", "replica x fsdp"),
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}, x", "dp_shard"),
+        ("replica_groups=[2,4]<=[8], x", "dp_shard"),
+        ("replica_groups=[4,2]<=[2,4]T(1,0), x", "dp_replicate"),
+        ("replica_groups={}, x", "dp_replicate x dp_shard"),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=1,'axis_2'=4] {'axis_2'}, x", "dp_shard"),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, x", "dp_replicate"),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_0'}, x", "dp_shard"),
+        (
+            "replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_2'}, x",
+            "dp_replicate",
+        ),
+        ("source_target_pairs={{0,1},{1,2},{2,3},{3,0}}, x", "dp_shard"),
+        ("replica_groups={{0,5},{1,4}}, x", "dp_replicate x dp_shard"),
     ],
 )
 def test_groups_are_axes(text: str, axes: str) -> None:
-    mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), (AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 4), ("dp_replicate", "dp_shard"), (AxisType.Auto,) * 2)
     assert axes_of_group(group_in(text, 8), mesh) == axes
 
 
@@ -106,8 +109,8 @@ ENTRY %main (p: f32[8], q: f32[8]) -> (f32[8], f32[8]) {
 
 
 def program(text: str, params: dict[str, int]) -> Any:
-    """A program of that text whose state has these parameters, of so many numbers, cut over fsdp."""
-    spec = NamedSharding(swj.mesh(), PartitionSpec("fsdp"))
+    """A program of that text whose state has these parameters, of so many numbers, cut over dp_shard."""
+    spec = NamedSharding(swj.mesh(), PartitionSpec("dp_shard"))
     return SimpleNamespace(
         as_text=lambda: text,
         args_info=(({name: jax.ShapeDtypeStruct((size,), "float32") for name, size in params.items()},), {}),

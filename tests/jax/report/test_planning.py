@@ -16,7 +16,7 @@ from tests.jax import small  # noqa: E402
 
 
 def test_a_row_for_each_mesh() -> None:
-    meshes = [small.on(1), small.on(4), small.on(8, fsdp=4, replica=2)]
+    meshes = [small.on(1), small.on(4), small.on(8, dp_shard=4, dp_replicate=2)]
     before = len(jax.live_arrays())
     plan = swj.plan(small.create, small.loss_fn, optax.adamw(1e-2), small.abstract_batch(256), meshes, clip=1.0)
     assert len(jax.live_arrays()) <= before
@@ -27,13 +27,13 @@ def test_a_row_for_each_mesh() -> None:
         assert quarter == hybrid == pytest.approx(whole / 4, rel=0.01)
     assert one.collectives.parts == ()
     assert four.collectives.counts().keys() >= {"all-gather"}
-    assert any(part.axes == "replica" for part in eight.collectives.parts)
+    assert any(part.axes == "dp_replicate" for part in eight.collectives.parts)
     assert one.flops > 3 * eight.flops
     fitting = plan.fitting(four.memory.peak_bytes)
     assert four in fitting
     assert one not in fitting
     assert len(str(plan).splitlines()) == 4
-    assert json.loads(json.dumps(plan.to_dict()))["rows"][1]["axes"] == {"replica": 1, "fsdp": 4, "tensor": 1}
+    assert json.loads(json.dumps(plan.to_dict()))["rows"][1]["axes"] == {"dp_replicate": 1, "dp_shard": 4, "tp": 1}
 
 
 def test_no_mesh() -> None:

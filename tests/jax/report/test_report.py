@@ -28,7 +28,7 @@ ROWS = 512  # enough that the compiler would rather move weights than activation
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Any]:
     """Steps of the functional model: sharded over eight devices, replicated on eight, hybrid."""
-    meshes = {"sharded": swj.mesh(), "replicated": swj.mesh(1, replica=8), "hybrid": swj.mesh(4, replica=2)}
+    meshes = {"sharded": swj.mesh(), "replicated": swj.mesh(1, dp_replicate=8), "hybrid": swj.mesh(4, dp_replicate=2)}
     found = {}
     for name, mesh in meshes.items():
         step = swj.train_step(small.loss_fn, optax.adamw(1e-2), mesh)
@@ -89,7 +89,7 @@ def test_every_collective_has_its_parameter(compiled: dict[str, Any]) -> None:
     found = swj.collectives(compiled["sharded"])
     gathered = {part.what: part for part in found.parts if part.operation == "all-gather"}
     assert set(gathered) == {"embed", "layers.down, layers.up"}
-    assert all(part.parameter and part.axes == "fsdp" for part in gathered.values())
+    assert all(part.parameter and part.axes == "dp_shard" for part in gathered.values())
     reduced = {part.what for part in found.parts if part.operation in ("all-reduce", "reduce-scatter")}
     assert reduced == {"embed", "layers.down, layers.up"}
     assert all(part.is_cut for part in found.parts if part.operation == "all-reduce")
@@ -106,10 +106,10 @@ def test_collectives_in_a_loop_count_as_often_as_it_goes_round(compiled: dict[st
 
 def test_replicas_reduce_over_their_axis_alone(compiled: dict[str, Any]) -> None:
     parts = swj.collectives(compiled["hybrid"]).parts
-    assert {part.axes for part in parts if part.operation == "all-gather"} == {"fsdp"}
-    assert any(part.axes == "replica" and part.parameter for part in parts)
+    assert {part.axes for part in parts if part.operation == "all-gather"} == {"dp_shard"}
+    assert any(part.axes == "dp_replicate" and part.parameter for part in parts)
     reduced = [part for part in parts if part.operation == "all-reduce"]
-    assert all(part.is_cut == ("fsdp" in part.axes) for part in reduced)  # replicas add up what is cut already
+    assert all(part.is_cut == ("dp_shard" in part.axes) for part in reduced)  # replicas add up what is cut already
     assert swj.collectives(compiled["replicated"]).counts().keys() == {"all-reduce"}
 
 
@@ -133,7 +133,7 @@ def test_check_names_parameters_left_whole_and_activations_that_are_gathered() -
     found = swj.check(step.lower(step.init(params), small.abstract_batch(8)).compile())
     assert found[0] == "parameters that every device holds whole: embed (64, 32)"
     assert any(
-        "values other than parameters gathered over fsdp" in line and "dot_general" in line for line in found[1:]
+        "values other than parameters gathered over dp_shard" in line and "dot_general" in line for line in found[1:]
     )
 
 
@@ -156,13 +156,13 @@ def test_check_blames_all_reduces_where_the_platform_has_reduce_scatters(monkeyp
     assert swj.check(program) == []
     monkeypatch.setattr("shardwise.jax.report.checks.MAKE_REDUCE_SCATTERS", frozenset({"cpu"}))
     (line,) = swj.check(program)
-    assert line == "gradients all-reduced over fsdp instead of reduce-scattered: large"
+    assert line == "gradients all-reduced over dp_shard instead of reduce-scattered: large"
 
 
 def test_programs_of_others() -> None:
     """A hand-written program: names come from its first argument."""
     mesh = swj.mesh()
-    rows, columns = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P(None, "fsdp"))
+    rows, columns = NamedSharding(mesh, P("dp_shard")), NamedSharding(mesh, P(None, "dp_shard"))
 
     def product(weights: Any, x: Any) -> Any:
         return jax.lax.with_sharding_constraint(weights["w"], NamedSharding(mesh, P())) @ x
@@ -173,7 +173,7 @@ def test_programs_of_others() -> None:
     (part,) = swj.collectives(program).parts
     assert (part.operation, part.axes, part.what, part.times, part.nbytes) == (
         "all-gather",
-        "fsdp",
+        "dp_shard",
         "w",
         1,
         64 * 64 * 4,
@@ -187,7 +187,7 @@ def test_programs_of_others() -> None:
 
 def test_products_in_loops_and_what_a_cpu_sends() -> None:
     mesh = swj.mesh()
-    whole, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("fsdp"))
+    whole, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("dp_shard"))
     x = jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16, sharding=cut)
 
     def narrow(weights: Any, x: Any) -> Any:
@@ -213,12 +213,12 @@ def test_programs_that_cannot_be_read() -> None:
 
 
 def test_describe() -> None:
-    mesh = swj.mesh(4, replica=2)
+    mesh = swj.mesh(4, dp_replicate=2)
     step = swj.train_step(small.loss_fn, optax.adamw(1e-2), mesh)
     found = swj.describe(step.init(swj.init(small.create, mesh, rules=[("embed", P())]).abstract()))
     arrays = {array.path: array for array in found.arrays}
     up = arrays["params.layers.up"]
-    assert (up.shape, up.dtype, up.spec, up.pieces) == ((2, 32, 128), "float32", "(-, -, fsdp)", 4)
+    assert (up.shape, up.dtype, up.spec, up.pieces) == ((2, 32, 128), "float32", "(-, -, dp_shard)", 4)
     assert (up.nbytes, up.device_bytes) == (4 * 2 * 32 * 128, 2 * 32 * 128)
     assert arrays["opt_state.0.mu.layers.up"].spec == up.spec
     assert [array.path for array in found.replicated] == [
@@ -236,7 +236,7 @@ def test_describe_what_is_not_sharded() -> None:
 
 
 def test_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
-    found = swj.describe(swj.init(small.create, swj.mesh(2, tensor=2, replica=2)).abstract())
+    found = swj.describe(swj.init(small.create, swj.mesh(2, tp=2, dp_replicate=2)).abstract())
     found.picture("layers.up")  # three dims
     printed = capsys.readouterr().out
     assert all(f"{device}" in printed for device in range(8))

@@ -19,19 +19,19 @@ _OVERLAP = frozenset({"tpu"})
 
 
 def check(compiled: Any) -> list[str]:
-    """Find what is probably unintended in a compiled training step. Finds nothing on a mesh without fsdp.
+    """Find what is probably unintended in a compiled training step. Finds nothing on a mesh without dp_shard.
 
     Args:
         compiled: `step.lower(state, batch).compile()`.
 
     Returns:
         One line for each of these, if there are any: parameters that every device holds whole; gradients that are
-        all-reduced over fsdp although the platform could reduce-scatter them (not on CPUs, which cannot, and not small
-        arrays); values without a parameter's shape that are gathered over fsdp, which is how the compiler moves a
-        small batch to large weights (not on TPUs, whose programs do not show it).
+        all-reduced over dp_shard although the platform could reduce-scatter them (not on CPUs, which cannot, and not
+        small arrays); values without a parameter's shape that are gathered over dp_shard, which is how the compiler
+        moves a small batch to large weights (not on TPUs, whose programs do not show it).
     """
     compiled = unwrapped(compiled)
-    if mesh_of(compiled).shape.get("fsdp", 1) == 1:
+    if mesh_of(compiled).shape.get("dp_shard", 1) == 1:
         return []
     whole = [
         f"{path} {shape}"
@@ -42,14 +42,16 @@ def check(compiled: Any) -> list[str]:
     found = collectives(compiled)
     late = {part.what for part in found.parts if part.is_cut and part.nbytes >= _SMALL_BYTES}
     if late and found.platform in MAKE_REDUCE_SCATTERS:
-        said.append(f"gradients all-reduced over fsdp instead of reduce-scattered: {_some(sorted(late))}")
+        said.append(f"gradients all-reduced over dp_shard instead of reduce-scattered: {_some(sorted(late))}")
     gathered = [
-        part for part in found.parts if part.operation == "all-gather" and "fsdp" in part.axes and not part.parameter
+        part
+        for part in found.parts
+        if part.operation == "all-gather" and "dp_shard" in part.axes and not part.parameter
     ]
     if gathered and found.platform not in _OVERLAP:
         names = sorted({part.what for part in gathered})
         total = amount(sum(part.total_bytes for part in gathered))
-        said.append(f"values other than parameters gathered over fsdp ({total} per device and run): {_some(names)}")
+        said.append(f"values other than parameters gathered over dp_shard ({total} per device and run): {_some(names)}")
     return said
 
 

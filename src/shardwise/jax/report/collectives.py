@@ -27,7 +27,7 @@ class CollectiveOperand:
 
     operation: str
     axes: str
-    """The mesh axes along which the devices of a group differ, such as "fsdp" or "replica x fsdp"."""
+    """The mesh axes along which the devices of a group differ, such as "dp_shard" or "dp_replicate x dp_shard"."""
     what: str
     """The dotted paths of the parameters of that shape (an array does not say which one it is), or "(op_name)" from
     XLA for an array that has no parameter's shape."""
@@ -40,7 +40,7 @@ class CollectiveOperand:
     nbytes: int
     """Bytes of the array, once: as each device of a group has it after an all-gather, or before a reduction."""
     is_cut: bool
-    """Whether the array is summed over fsdp and its parameter is cut over fsdp: each device needs only a piece of the
+    """Whether the array is summed over dp_shard and its parameter is cut over it: each device needs only a piece of the
     sum, and an all-reduce could be a reduce-scatter."""
     instruction: str
 
@@ -189,25 +189,27 @@ def _operand(moved: _Moved, parameters: Parameters) -> CollectiveOperand:
         moved.times,
         moved.dtype,
         moved.nbytes,
-        moved.operation == "all-reduce" and "fsdp" in moved.axes and all_cut,
+        moved.operation == "all-reduce" and "dp_shard" in moved.axes and all_cut,
         moved.instruction,
     )
 
 
 def _keys(shape: tuple[int, ...], sharding: Sharding) -> set[tuple[int, ...]]:
-    """Return the keys of the shapes in which a device holds a parameter: whole, gathered over fsdp alone, or its piece;
-    and those of one layer, if the first dim is that of a stack of layers."""
+    """Return the keys of the shapes in which a device holds a parameter: whole, gathered over dp_shard alone, or its
+    piece; and those of one layer, if the first dim is that of a stack of layers."""
     held = (shape, _gathered(shape, sharding), sharding.shard_shape(shape))
     return {_key(dims[skip:]) for dims in held for skip in (0, int(len(dims) > 2))}
 
 
 def _gathered(shape: tuple[int, ...], sharding: Sharding) -> tuple[int, ...]:
-    """Return the shape of a parameter's piece after a gather over fsdp."""
+    """Return the shape of a parameter's piece after a gather over dp_shard."""
     piece = sharding.shard_shape(shape)
     if not isinstance(sharding, NamedSharding):
         return piece
     pairs = zip_longest(piece, sharding.spec)
-    return tuple(size * sharding.mesh.shape["fsdp"] if "fsdp" in axes_of(names) else size for size, names in pairs)
+    return tuple(
+        size * sharding.mesh.shape["dp_shard"] if "dp_shard" in axes_of(names) else size for size, names in pairs
+    )
 
 
 def _key(dims: tuple[int, ...]) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ class ArrayDescription:
     """Global shape."""
     dtype: str
     spec: str
-    """Mesh axes by dim, such as "(-, fsdp)"; "replicated"; "one device"; "host" for an array that is not JAX's."""
+    """Mesh axes by dim, such as "(-, dp_shard)"; "replicated"; "one device"; "host" for an array that is not JAX's."""
     nbytes: int
     """Bytes of the whole array."""
     device_bytes: int

@@ -138,7 +138,7 @@ def group_in(text: str, devices: int) -> list[int]:
 
 
 def axes_of_group(group: Sequence[int], mesh: Mesh) -> str:
-    """Return the axes along which a group's devices differ, such as "fsdp" or "replica x fsdp"; "?" for no axis."""
+    """Return the axes along which a group's devices differ, such as "dp_replicate x dp_shard"; "?" for no axis."""
     places = np.unravel_index(list(group), mesh.devices.shape)
     differ = [name for name, along in zip(mesh.axis_names, places, strict=True) if len(set(along.tolist())) > 1]
     return " x ".join(differ) or "?"

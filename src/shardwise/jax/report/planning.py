@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from shardwise.errors import PlanError
+from shardwise.jax.devices import AXES
 from shardwise.jax.gradients import LossFn
 from shardwise.jax.placement import init
 from shardwise.jax.report.collectives import CollectivesReport, collectives
@@ -32,7 +34,7 @@ class Planned:
 
     @property
     def devices(self) -> int:
-        return self.axes["replica"] * self.axes["fsdp"] * self.axes["tensor"]
+        return math.prod(self.axes.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it, for JSON."""
@@ -97,6 +99,6 @@ def plan(
     for mesh in meshes:
         step = train_step(loss_fn, tx, mesh, **settings)
         compiled = step.lower(step.init(init(init_fn, mesh, rules).abstract()), batch).compile()
-        axes = {name: int(mesh.shape[name]) for name in ("replica", "fsdp", "tensor")}
+        axes = {name: int(mesh.shape[name]) for name in AXES}
         rows.append(Planned(axes, memory(compiled), collectives(compiled), product_flops(compiled)))
     return MeshComparison(tuple(rows))

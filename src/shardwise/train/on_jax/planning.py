@@ -26,8 +26,8 @@ _MISTAKE = 2
 class Setting:
     """One mesh and training step to compile."""
 
-    fsdp: int
-    replica: int
+    dp_shard: int
+    dp_replicate: int
     micro_batch: int
     """Rows that a device processes at once."""
     accumulation: int
@@ -95,7 +95,7 @@ def _compiled(request: Mapping[str, Any]) -> dict[str, Any]:
     devices = _devices(request["device"], request["devices"])
     rows: list[Any] = []
     for setting in (Setting(**fields) for fields in request["settings"]):
-        mesh = swj.mesh(fsdp=setting.fsdp, replica=setting.replica, devices=devices)
+        mesh = swj.mesh(dp_shard=setting.dp_shard, dp_replicate=setting.dp_replicate, devices=devices)
         shape = (setting.micro_batch * setting.accumulation * mesh.size, request["seq_len"])
         batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("ids", "labels")}
         settings = {"accumulation": setting.accumulation, "compute_dtype": request["compute_dtype"]}

@@ -92,8 +92,8 @@ def _number(name: str) -> int | None:
 
 
 def axes_of(config: Config, devices: int) -> tuple[int, int]:
-    """Return the sizes of the mesh axes fsdp and replica. Raises MeshError if the shard group does not divide the
-    devices."""
+    """Return the sizes of the mesh axes dp_shard and dp_replicate. Raises MeshError if the shard group does not divide
+    the devices."""
     parallel = config.parallel
     if parallel.strategy == "no_shard":
         return 1, devices

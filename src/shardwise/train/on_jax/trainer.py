@@ -113,8 +113,8 @@ class Trainer:
         self.first_step = self.taken = 0
         self.evaluates_first = train.eval_every > 0
 
-        fsdp, replica = axes_of(config, len(devices))
-        self.mesh = swj.mesh(fsdp=fsdp, replica=replica, devices=devices)
+        dp_shard, dp_replicate = axes_of(config, len(devices))
+        self.mesh = swj.mesh(dp_shard, dp_replicate=dp_replicate, devices=devices)
         processes.connect(self.mesh)
         with processes.together("the model cannot be built"):
             self.init = swj.init(builder_of(config, self.data.tokenizer), self.mesh)
