@@ -109,6 +109,16 @@ def test_what_transformers_has_sharded_is_refused_by_name(tmp_path: Path) -> Non
         )
 
 
+@on_ranks(2, timeout_s=180)
+def test_a_trainer_refuses_what_transformers_has_cut_over_its_tensor_axis(tmp_path: Path) -> None:
+    if dist.get_rank() == 0:
+        llama().save_pretrained(tmp_path / "model")
+    dist.barrier()
+    model = native(tmp_path / "model", tp_size=2)
+    with fresh(), pytest.raises(LayoutError, match="over its axis 'tp': this trainer gives each rank its own batches"):
+        Trainer(model=model, args=arguments(tmp_path), train_dataset=Tokens())
+
+
 def _train(folder: Path, config: DistributedConfig, resumes: bool, accumulation: int) -> tuple[list[float], Any]:
     """Train to step 6, from the beginning or from the checkpoint at 3. Returns the losses and one of the weights."""
     with fresh():

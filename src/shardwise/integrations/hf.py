@@ -67,12 +67,12 @@ class ShardwiseTrainerMixin:
             shard: how to shard: a mapping with fields of ShardwisePlugin, which are `sw.shard`'s arguments and a few
                 more; or transformers' `DistributedConfig`.
 
-        Raises LayoutError for a model that transformers has sharded itself.
+        Raises LayoutError for a model that transformers has sharded, or cut over a tensor-parallel axis, itself.
         """
         self._plugin = None if shard is None else _plugin_of(shard)
         model = kwargs.get("model", args[0] if args else None)
         if isinstance(model, nn.Module):
-            check_not_transformers(model)
+            check_not_transformers(model, over_tensor_axis=False)
         self._accelerator_arguments: dict[str, Any] = {}
         self._is_saving_checkpoint = False
         super().__init__(*args, **kwargs)

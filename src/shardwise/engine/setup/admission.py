@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shardwise.errors import LayoutError
 from shardwise.fsdp.shard import CONTAINERS, UnitPlan
 from shardwise.fsdp.sharded_parameter import ShardedParameter, sharded_of
+from shardwise.modules.extended import is_tensor_parallel
 from shardwise.modules.memory import Extent, first_overlap
+
+LOADED = "_is_distributed_loading_by_transformers"
+"""Attribute of a model that `from_pretrained(distributed_config=...)` has divided over ranks: True."""
 
 
 def check_admissible(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
@@ -32,15 +37,38 @@ def check_admissible(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
     _check_memory(model, to_shard)
 
 
-def check_not_transformers(model: nn.Module) -> None:
-    """Raise LayoutError if transformers has sharded the model, or one inside it, itself."""
+def check_not_transformers(model: nn.Module, over_tensor_axis: bool = True) -> None:
+    """Raise LayoutError if transformers has sharded the model, or one inside it, itself.
+
+    Args:
+        over_tensor_axis: whether models pass that transformers has cut over a tensor-parallel axis and nothing else,
+            whose ranks need the same batches.
+    """
     for module in model.modules():
-        if getattr(module, "_is_distributed_loading_by_transformers", False):
+        if not getattr(module, LOADED, False):
+            continue
+        name = type(module).__name__
+        if not _is_cut_over_tensor_axis_alone(module):
             raise LayoutError(
-                f"transformers has sharded this {type(module).__name__} itself: load it without distributed_config and "
-                'let shardwise shard it (sw.shard(model, units="transformers"), or the Trainer of '
-                "shardwise.integrations.hf), or leave it to transformers' own Trainer"
+                f"transformers has sharded this {name} itself: load it without distributed_config and "
+                'let shardwise shard it (sw.shard(model, units="transformers"), with tensor parallelism '
+                'sw.shard(model, mesh=sw.mesh(tp=...), tp_plan="auto"), or the Trainer of shardwise.integrations.hf), '
+                "or leave it to transformers' own Trainer"
             )
+        if not over_tensor_axis:
+            raise LayoutError(
+                f"transformers has cut this {name} over its axis 'tp': this trainer gives each rank its own batches, "
+                "and ranks that share matrix products need the same ones: load it without distributed_config, or use "
+                "`shardwise train` with parallel.tp, or a script with sw.shard(model, mesh=sw.mesh(tp=...))"
+            )
+
+
+def _is_cut_over_tensor_axis_alone(model: Any) -> bool:
+    """Whether transformers has made a model tensor-parallel and not divided it further: over data ranks (FSDP2), over
+    ranks that hold other experts, or into stages. Each of these has an axis of another name."""
+    config = getattr(model.config, "distributed_config", None)
+    meshes = [parameter.device_mesh for parameter in model.parameters() if is_tensor_parallel(parameter)]
+    return getattr(config, "pp_size", 1) == 1 and all(mesh.mesh_dim_names == ("tp",) for mesh in meshes)
 
 
 def _check_ties(model: nn.Module) -> None:

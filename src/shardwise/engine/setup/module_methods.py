@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.checked import CheckedEngine
+from shardwise.engine.setup.admission import LOADED
 from shardwise.engine.setup.forward_methods import register_generate
 from shardwise.errors import UsageError
 from shardwise.fsdp.sharded_parameter import ShardedParameter, sharded_of
@@ -41,8 +42,16 @@ def tell_transformers(model: nn.Module, engine: CheckedEngine) -> None:
     transformers checks the first mark where ranks might call their modules different numbers of times: `generate`
     then continues until every rank is done, and layers that LayerDrop skips are called all the same. torch.compile
     reads both marks: it takes such modules' parameters as inputs of a graph instead of constants of it.
+
+    A model that `from_pretrained` has cut over its tensor axis is as one that `sw.shard` has cut from now on: else
+    `save_pretrained(state_dict=...)`, which rank 0 calls, would wait there for the other ranks.
     """
     register_generate(model)
+    for module in model.modules():
+        if getattr(module, LOADED, False):
+            loaded: Any = module
+            setattr(loaded, LOADED, False)
+            loaded.config.distributed_config = None
     of_transformers = any(getattr(module, "_no_split_modules", None) is not None for module in model.modules())
     if of_transformers and engine.mesh.shard.world_size > 1:
         for module in model.modules():

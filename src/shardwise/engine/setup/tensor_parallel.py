@@ -29,6 +29,7 @@ from shardwise.engine.extensions.tensor_parallel import (
     dtensor_of,
     local_of,
 )
+from shardwise.engine.setup.admission import LOADED, check_not_transformers
 from shardwise.engine.setup.agreement import agree_on_values
 from shardwise.engine.setup.materialisers import SameRandomState
 from shardwise.engine.setup.tensor_adapters import place, set_aside
@@ -105,8 +106,14 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
             cut as the modules beside them require.
 
     Raises ConfigError for a plan that the model or its adapters cannot take, LayoutError for a tied parameter that it
-    places in two ways.
+    places in two ways, and for a model that transformers has sharded.
     """
+    check_not_transformers(model)
+    if any(getattr(module, LOADED, False) for module in model.modules()):
+        raise ConfigError(
+            f"tp_plan={plan!r}: transformers has cut this {type(model).__name__} as it loaded it: leave tp_plan out, "
+            "or load it without distributed_config"
+        )
     held = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
     model = base_of(model)
     given = _checked_plan(model, plan)
