@@ -92,16 +92,18 @@ $(VENV)/.docs-done: $(STAMP)
 	@$(PIP) --quiet -e '.[docs]'
 	@touch $@
 
-# Tests with another release of torch, in an environment of its own: make test-torch TORCH=2.15.0 TESTS=tests/engine
+# Tests with another release of torch or of Python, in an environment of its own, named by both:
+# make test-torch TORCH=2.15.0 PYTHON=python3.12 TESTS=tests/engine
 # Other builds than the pinned one may bring gigabytes of CUDA's libraries along.
 TESTS ?= tests/sharded tests/comm tests/modules tests/optim tests/engine tests/compat tests/parity tests/offload tests/model_tools
+OTHER = .venv-torch-$(TORCH)-py$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 test-torch:
 	@test -n "$(TORCH)" || { echo "say which: make test-torch TORCH=2.15.0" >&2; exit 2; }
-	@test -x .venv-torch-$(TORCH)/bin/python || $(PYTHON) -m venv .venv-torch-$(TORCH)
-	@.venv-torch-$(TORCH)/bin/python -m pip install --quiet torch==$(TORCH)
-	@grep -v -e '^torch==' -e '^setuptools==' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
-	@.venv-torch-$(TORCH)/bin/python -m pip install --quiet -c .venv-torch-$(TORCH)/constraints.txt torch==$(TORCH) -e '.[train,dev]'
-	.venv-torch-$(TORCH)/bin/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not slow and not exhaustive" $(TESTS)
+	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	@$(OTHER)/bin/python -m pip install --quiet torch==$(TORCH)
+	@grep -v -e '^torch==' -e '^setuptools==' constraints.txt > $(OTHER)/constraints.txt
+	@$(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constraints.txt torch==$(TORCH) -e '.[train,dev]'
+	$(OTHER)/bin/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not slow and not exhaustive" $(TESTS)
 
 # What one accelerator can tell, in nine minutes at most: with $(PYTHON) if its torch sees one, or has torch where there is
 # no virtual environment, else with that, made first if need be. `make gpu ARGS='--only parity'`

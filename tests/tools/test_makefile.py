@@ -52,3 +52,17 @@ def test_a_run_of_the_quickstart_is_the_last_command() -> None:
     """So its last line, the path of its report, is that of `make train` (`tests/train/test_trainer.py`)."""
     shown = subprocess.run(["make", "--dry-run", "train"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert shown.splitlines()[-1] == ".venv/bin/shardwise train quickstart"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_an_environment_for_another_torch_is_of_one_python(version: str, tmp_path: Path) -> None:
+    """Otherwise a second Python would run the first one's."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {version}\n")
+    python.chmod(0o755)
+    command = ["make", "--dry-run", "test-torch", "TORCH=2.15.0", f"PYTHON={python}"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"{python} -m venv .venv-torch-2.15.0-py{version}\n" in shown
+    folders = {word.split("/")[0] for word in shown.split() if word.startswith(".venv-torch-")}
+    assert folders == {f".venv-torch-2.15.0-py{version}"}
