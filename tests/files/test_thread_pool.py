@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -41,3 +42,33 @@ def test_as_many_as_there_are_threads_at_a_time() -> None:
     with ThreadPool(3) as pool:
         futures = [pool.submit(meeting.wait) for _ in range(3)]
     assert sorted(future.result() for future in futures) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_where_no_thread_starts_any_more_calls_are_still_made(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Python 3.12.0 to 3.12.2 once the main thread has ended; an asynchronous save would be lost otherwise."""
+    start_last_threads_never(monkeypatch, started)
+    monkeypatch.setattr(threading, "main_thread", threading.Thread)  # one that is not alive
+    with ThreadPool(2) as pool:
+        futures = [pool.submit(divmod, 7, divisor) for divisor in (2, 0)]
+    assert futures[0].result() == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        futures[1].result()
+
+
+def test_a_thread_that_does_not_start_before_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_last_threads_never(monkeypatch, 0)
+    with pytest.raises(RuntimeError, match="no more threads"):
+        ThreadPool(2).__enter__()
+
+
+def start_last_threads_never(monkeypatch: pytest.MonkeyPatch, started: int) -> None:
+    """Let only the first threads start."""
+    start, asked = threading.Thread.start, itertools.count()
+
+    def begin(thread: threading.Thread) -> None:
+        if next(asked) >= started:
+            raise RuntimeError("no more threads")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", begin)

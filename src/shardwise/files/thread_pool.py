@@ -12,7 +12,8 @@ _Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class ThreadPool:
-    """A context manager whose exit waits for all submitted calls. Calls start in the order of submission.
+    """A context manager whose exit waits for all submitted calls. Calls start in the order of submission. Where the
+    interpreter ends and starts no thread any more, `submit` makes them itself.
 
     Not a concurrent.futures executor, because these accept no calls once the interpreter waits for its threads to end,
     and an asynchronous save may be one of these threads.
@@ -24,8 +25,14 @@ class ThreadPool:
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(threads)]
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
+        for started, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError:
+                if threading.main_thread().is_alive():
+                    raise
+                del self._threads[started:]  # Python 3.12.0 to 3.12.2 start none once the main thread has ended
+                break
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -41,14 +48,21 @@ class ThreadPool:
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Call `function(*arguments)` on a thread. The future holds its result or exception."""
         future: Future[Any] = Future()
-        self._calls.put((future, function, arguments))
+        if self._threads:
+            self._calls.put((future, function, arguments))
+        else:
+            _make((future, function, arguments))
         return future
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            future, function, arguments = call
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:
-                future.set_exception(error)
-            del call, future, function, arguments  # free its arguments before waiting for the next call
+            _make(call)
+            del call  # free its arguments before waiting for the next one
+
+
+def _make(call: _Call) -> None:
+    future, function, arguments = call
+    try:
+        future.set_result(function(*arguments))
+    except BaseException as error:
+        future.set_exception(error)
