@@ -26,6 +26,7 @@ BENCHMARKS = {
         "same_bits",
         "context_parallel",
         "tensor_parallel",
+        "uneven_tensor",
         "seeing",
         "hosts",
         "uneven",

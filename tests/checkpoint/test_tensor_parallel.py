@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import itertools
 import os
@@ -14,13 +15,35 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 import shardwise as sw
 from shardwise.checkpoint.format import manifest, row_exchange
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.ranks.file_barrier import FileBarrier
 from shardwise.errors import CheckpointError, PeerError
-from tests.engine.tensor.rig import Case, column_and_row, forget_meshes, loss_of, sequence, vocabulary
+from tests.engine.tensor.rig import Case, Model, column_and_row, forget_meshes, loss_of, sequence, vocabulary
+
+
+class InContext(Case):
+    """A case on the axes (dp_shard, cp, tp) of `sw.mesh`. Over `cp` are data ranks, each with its slice of a batch:
+    this model has no attention that would trade tokens, and so no slice needs another."""
+
+    def mesh(self) -> DeviceMesh:
+        forget_meshes()
+        return sw.mesh(dp_shard=self.shape[0], cp=self.shape[1], tp=self.shape[2])
+
+    def build(self, mesh: DeviceMesh | None = None) -> tuple[Model, Model]:
+        """Return the model in one process and the sharded one, with equal weights."""
+        mesh = mesh or self.mesh()
+        torch.manual_seed(0)
+        plain = Model(**self.model)
+        model = copy.deepcopy(plain)
+        parallelize_module(model, mesh["tp"], dict(self.plan(model)))
+        sw.shard(model, self.strategy, mesh=mesh)
+        return plain, model
+
 
 MESHES = {
     "1x1": Case(vocabulary, shape=(1, 1)),
@@ -32,6 +55,11 @@ MESHES = {
     "2x2 by sequence, ZeRO-2": Case(sequence, shape=(2, 2), strategy="shard_grad_op"),
     "2x2 replicated": Case(column_and_row, shape=(2, 2), strategy="no_shard"),
     "2x2x2": Case(vocabulary, shape=(2, 2, 2), strategy="hybrid_shard"),
+}
+IN_CONTEXT = {
+    "cp=2": InContext(vocabulary, shape=(1, 2, 1)),
+    "2 x cp=2": InContext(vocabulary, shape=(2, 2, 1)),
+    "cp=2 x tp=2": InContext(vocabulary, shape=(1, 2, 2)),
 }
 
 
@@ -93,6 +121,18 @@ def test_every_mesh_writes_the_same_bytes_and_reads_those_of_every_other(ranks: 
         sw.checkpoint.verify(tmp_path / str(number))
     for number, reader in itertools.product((0, 1, 3, 8), MESHES.values()):
         ranks(reader.world_size).run(_load, reader, tmp_path / str(number))
+
+
+@pytest.mark.slow
+def test_meshes_with_a_context_axis_write_the_same_bytes_and_read_those_of_others(ranks: Any, tmp_path: Path) -> None:
+    for name, case in {"alone": MESHES["1x1"], "2x2": MESHES["2x2"], **IN_CONTEXT}.items():
+        ranks(case.world_size).run(_save, case, tmp_path / name)
+        assert _bytes(tmp_path / name) == _bytes(tmp_path / "alone"), name
+    for reader in IN_CONTEXT.values():
+        ranks(reader.world_size).run(_load, reader, tmp_path / "2x2")
+    for name in IN_CONTEXT:
+        ranks(4).run(_load, MESHES["1x4"], tmp_path / name)
+    ranks(4).run(_load, IN_CONTEXT["cp=2 x tp=2"], tmp_path / "2 x cp=2")
 
 
 def test_two_meshes_of_four_ranks_and_one_process(ranks: Any, tmp_path: Path) -> None:

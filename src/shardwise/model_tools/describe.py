@@ -26,7 +26,8 @@ ALIKE = 4
 
 
 class Holding(NamedTuple):
-    """One rank's part of a parameter: elements [start, stop) of it, flattened."""
+    """One rank's part of a parameter: elements [start, stop) of it, flattened. With tensor parallelism, of the local
+    tensor that this rank's shard group holds."""
 
     rank: int
     """Its position in the shard group."""
@@ -63,7 +64,8 @@ class ParameterPlace:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlace:
-    """A unit with its sizes. Bytes are those of one rank, the same on every rank."""
+    """A unit with its sizes. Bytes are those of one rank, the same on every rank. With tensor parallelism, elements and
+    bytes are of the local tensors of this rank's shard group."""
 
     fqn: str
     """Name of its module in the model that was sharded; "" is that model itself."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -142,8 +144,31 @@ class Case:
         ranks = self.world_size // self.shape[-1]
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(VOCAB, (ranks, self.micro_batches, ROWS, LENGTH), generator=generator)
-        own = torch.distributed.get_rank() // self.shape[-1]
+        own = dist.get_rank() // self.shape[-1]
         return tokens, tokens[own]
+
+    def backward(self, mesh: DeviceMesh, plain: nn.Module, model: nn.Module, step: int, scale: float = 1.0) -> None:
+        """Compute the gradients of both models for a step's first micro-batch, of losses times `scale`."""
+        everyone, own = self.batches(mesh, step)
+        for tokens in everyone[:, 0]:
+            (scale * loss_of(plain, tokens) / len(everyone)).backward()
+        (scale * loss_of(model, own[0])).backward()
+
+
+def from_everyone(value: object) -> list[Any]:
+    """Return the value of each rank. Every rank must call this."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def spoil(tensor: Any) -> int:
+    """Make one number of a sharded tensor infinite, of those that the last rank holds that has any, and return that
+    rank. Every rank must call this."""
+    holders = [rank for rank, numel in enumerate(from_everyone(tensor.local.numel())) if numel]
+    if dist.get_rank() == holders[-1]:
+        tensor.local.view(-1)[0] = math.inf
+    return holders[-1]
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
