@@ -22,7 +22,16 @@ from benchmarks.plans.published.choose import Case, Choice
 from benchmarks.plans.published.llama import Block, LlamaShape
 from benchmarks.plans.published.other_engines.job import PublishedJob
 from benchmarks.plans.published.recordings import Memory, Steps, steps_of, without_second
-from benchmarks.plans.published.rows import DATA, OUT_OF_MEMORY, Row, read, read_what_can_be, row_of
+from benchmarks.plans.published.rows import (
+    ADAPTED,
+    DATA,
+    OUT_OF_MEMORY,
+    Row,
+    adapted_model,
+    read,
+    read_what_can_be,
+    row_of,
+)
 from benchmarks.plans.published.score import Scored, headline, merge, percentile, quantiles
 from benchmarks.plans.published.tensor_parallel import cut_llama
 from benchmarks.plans.published.timing import Timed, time_row
@@ -42,6 +51,7 @@ from shardwise.plan.hardware.host import usual_host
 from shardwise.plan.simulate.network import Cluster
 from shardwise.plan.simulate.roofline import Efficiency, Roofline
 from shardwise.plan.simulate.simulation import simulate
+from shardwise.policy.adapters import Adapters
 
 FACTS = Facts(**{field.name: 0 for field in fields(Facts)})
 ROWS = {row.name: row for row in read()}
@@ -96,6 +106,34 @@ def test_rows_beside_context_parallelism() -> None:
     assert [row.job.mesh["cp"] for row in rows] == [1, 2, 4, 8]
     assert all(row.job.shard_ranks == 8 and row.job.slice_len == 32768 for row in rows)
     assert all(row.scored_apart(metric) for row in rows for metric in ("throughput", "memory"))
+
+
+def test_rows_of_automodel() -> None:
+    """Both axes beside sharding, and adapters; what is published agrees with the settings of its recipes."""
+    rows = read(DATA.with_name("automodel.jsonl"))
+    axes = [(row.job.mesh["dp_shard"], row.job.cp, row.job.tp) for row in rows]
+    assert axes == [(32, 2, 1), (4, 1, 2), (8, 1, 2)]
+    for row in rows:
+        published, job = row.published, row.job
+        assert row.scored("throughput")
+        assert (job.engine, job.gpu, job.precision.master) == ("fsdp2", "h100-sxm-80gb", "bfloat16")
+        assert published["global_batch"] == job.data_ranks * job.micro_batch * job.accumulation
+        tokens = published["global_batch"] * published["seq_len"]
+        speed = tokens / published["step_time_s"] / published["n_gpus"]
+        assert speed == pytest.approx(published["tokens_per_s_per_gpu"], rel=1e-3)
+
+
+def test_adapters_beside_tensor_parallelism() -> None:
+    """As of rows with a `lora_rank`: all linear layers of a block, but no head, have them; only they are trained."""
+    pytest.importorskip("peft")
+    shape = LlamaShape(layers=2, width=32, heads=4, kv_heads=2, hidden=48, vocab=96, seq_len=16)
+    adapters = Adapters(4, ADAPTED)
+    job = PublishedJob(gpu="cpu", gpus_per_node=2, tp=2, seq_len=16, units={Block}, lora=adapters)
+    recording = record(partial(adapted_model, partial(cut_llama, shape), adapters, job.compute_dtype, job.tp), job)
+    ends = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (48, 32), (32, 48)]
+    assert recording.facts.trainable == 2 * sum(4 * (rows + columns) for rows, columns in ends)
+    base = sum(p.numel() for p in cut_llama(shape).parameters())
+    assert recording.facts.params == base + recording.facts.trainable
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from benchmarks.plans.published.other_engines.job import PublishedJob
 from benchmarks.plans.published.rows import Row
 from shardwise.plan.dry_run.recording import Allocate, Facts, Free, Gradient, Recording, StepEvent, StepPhase, Wait
 from shardwise.plan.dry_run.step import record
+from shardwise.plan.models import adapted
 from shardwise.plan.simulate.forecast import forecast_of
 
 _PACKAGES = ("comm", "engine", "layout", "model_tools", "modules", "optim", "plan/dry_run", "policy", "sharded")
@@ -129,5 +130,7 @@ def _code() -> bytes:
     root = Path(shardwise.__file__).parent
     files = [path for package in _PACKAGES for path in sorted((root / package).rglob("*.py"))]
     texts = [path.read_bytes() for path in files]
-    texts += [inspect.getsource(module).encode() for module in (autocast, encoder, llama, mpt, tensor_parallel)]
+    texts += [
+        inspect.getsource(module).encode() for module in (autocast, adapted, encoder, llama, mpt, tensor_parallel)
+    ]
     return hashlib.sha256(b"".join(texts)).digest()

@@ -22,7 +22,9 @@ from benchmarks.plans.published.other_engines.job import PublishedJob
 from benchmarks.plans.published.tensor_parallel import cut_llama
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.fsdp.strategy import Precision
+from shardwise.plan.models.adapted import with_adapters
 from shardwise.plan.models.source import resolve
+from shardwise.policy.adapters import Adapters
 
 DATA = HERE / "data" / "published.jsonl"
 OUT_OF_MEMORY = DATA.parent / "out_of_memory.jsonl"
@@ -64,6 +66,7 @@ _PRECISIONS = (
     ("PURE", ("bf16", "bf16", None)),
     (r"bf16-true|master\+grads\+states", ("bf16", "bf16", "bf16")),
     (r"fp32 master\+states", ("bf16", "bf16", "fp32")),
+    ("^bf16 parameters", ("bf16", "fp32", "bf16")),
     ("^fp16", ("fp16", "fp32", None)),
     ("^fp32", ("fp32", "fp32", "fp32")),
 )
@@ -80,6 +83,8 @@ _SUMMER_2025 = ("2c8b594", "6fc499f", "775a486")
 and head are units of their own (pytorch/torchtitan#1094), which the root held before."""
 _WINTER_2024 = ("torchtitan 0.0.2", *_SUMMER_2025)
 """torchtitan's releases since `run_train.sh` asks for expandable segments (pytorch/torchtitan#643) that rows name."""
+ADAPTED = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
+"""The layers of the Llama beside this file that get adapters: all linear ones of its blocks."""
 _STABLECODE = {"n_heads": 32, "n_kv_heads": 32, "d_ff": 4 * 2560}
 
 
@@ -108,7 +113,7 @@ class Row:
         """Equal for rows that merge: everything that was chosen, nothing that was measured."""
         keys = ("model", "n_layers", "d_model", "seq_len", "gpu", "n_gpus", "gpus_per_node", "strategy")
         keys += ("micro_batch_per_gpu", "grad_accum", "precision", "act_ckpt", "compile", "offload", "shard_group")
-        keys += ("interconnect", "flash_attention", "optimizer", "source_key", "tp", "cp")
+        keys += ("interconnect", "flash_attention", "optimizer", "source_key", "tp", "cp", "lora_rank")
         return (*(self.published.get(key) for key in keys), self.job.activation_checkpointing)
 
     def scored(self, metric: str) -> bool:
@@ -160,6 +165,7 @@ def row_of(published: dict[str, Any]) -> Row:
 
 def _row_of(published: dict[str, Any]) -> Row:
     build, block = _builder(published)
+    adapters = _adapters(published)
     job = PublishedJob.of(
         **_cluster(published),
         strategy=_strategy(published),
@@ -178,7 +184,10 @@ def _row_of(published: dict[str, Any]) -> Row:
         segments=_segments(published),
         engine=_engine(published),
         keeps_gathered_weights=published["source_key"] in _BUILT_WHOLE,
+        lora=adapters,
     )
+    if adapters is not None:
+        build = partial(adapted_model, build, adapters, job.compute_dtype, job.tp)
     attention = "flash1" if published["source_key"] == "foundry" else "flash2"
     return Row(published, build, job, attention, tuple(_reasons(published)))
 
@@ -197,8 +206,9 @@ def _builder(published: dict[str, Any]) -> tuple[Callable[[], nn.Module], type[n
     litgpt = published["source_key"] == "thunder" and "torchtitan" not in published["model"]
     if (published.get("tp") or 1) > 1:
         return partial(cut_llama, llama), LlamaBlock
-    if published["source_key"] == "torchtitan-cp":  # only attention of transformers' models can reach across ranks
-        return partial(transformers_llama, "llama-3.1-8b"), LlamaDecoderLayer
+    if published["source_key"] == "torchtitan-cp" or (published.get("cp") or 1) > 1:
+        # only attention of transformers' models can reach across ranks
+        return partial(transformers_llama, published["model"].lower()), LlamaDecoderLayer
     plain, scored = (NeoX, NeoXLoss) if neox else (Llama, LlamaLoss)
     model: Callable[[], nn.Module] = partial(scored if litgpt else plain, llama)
     if "bf16-true" in published["precision"]:
@@ -209,6 +219,16 @@ def _builder(published: dict[str, Any]) -> tuple[Callable[[], nn.Module], type[n
 def transformers_llama(shape: str) -> nn.Module:
     """A packaged shape as transformers builds it."""
     return resolve(shape).builder()()
+
+
+def adapted_model(build: Callable[[], nn.Module], adapters: Adapters, computed: str, tp: int) -> nn.Module:
+    """A model with adapters beside its frozen weights, as plans have them."""
+    return with_adapters(build, adapters, computed, tp)()
+
+
+def _adapters(published: dict[str, Any]) -> Adapters | None:
+    rank = published.get("lora_rank")
+    return None if rank is None else Adapters(rank, ADAPTED)
 
 
 def _typed(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
