@@ -28,6 +28,7 @@ NAMES = (
     "torch._C._storage_Use_Count",
     "torch._C._will_engine_execute_node",
     "torch._amp_foreach_non_finite_check_and_unscale_",
+    "torch._check",
     "torch._decomp.get_decompositions",
     "torch._disable_dynamo",
     "torch._dynamo.trace_rules.add",
