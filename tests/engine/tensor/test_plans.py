@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers.distributed import DistributedConfig
 
 import shardwise as sw
@@ -51,105 +48,6 @@ def _train(name: str) -> None:
         scale = expected.grad.abs().max().item()
         found = sharded.grad.full_tensor()
         torch.testing.assert_close(found, expected.grad, atol=1e-3 * scale, rtol=0, msg=lambda m, k=key: f"{k}: {m}")
-
-
-class Conv1DStyle(ParallelStyle):
-    """How a user cuts GPT-2's layers, whose weights are (inputs, outputs): by outputs or by inputs."""
-
-    def __init__(self, by_outputs: bool) -> None:
-        super().__init__()
-        self.by_outputs = by_outputs
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        weight, bias = (Shard(1), Shard(0)) if self.by_outputs else (Shard(0), Replicate())
-        before = Replicate() if self.by_outputs else Shard(-1)
-
-        def cut(_name: str, own: nn.Module, mesh: DeviceMesh) -> None:
-            for key, placement in (("weight", weight), ("bias", bias)):
-                own.register_parameter(key, nn.Parameter(distribute_tensor(getattr(own, key), mesh, [placement])))
-
-        def enter(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            return DTensor.from_local(inputs[0], mesh, [before], run_check=False)
-
-        def leave(_module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-            return output.to_local() if self.by_outputs else output.redistribute(mesh, [Replicate()]).to_local()
-
-        return distribute_module(module, device_mesh, cut, enter, leave)
-
-
-def _gpt2() -> tuple[Any, dict[str, Any]]:
-    none = {f"{place}_pdrop": 0.0 for place in ("attn", "embd", "resid")}
-    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **none))
-    mlp = "transformer.h.*.mlp"
-    return model, {f"{mlp}.c_fc": Conv1DStyle(by_outputs=True), f"{mlp}.c_proj": Conv1DStyle(by_outputs=False)}
-
-
-def _vit() -> tuple[Any, dict[str, Any]]:
-    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8, num_labels=3)
-    layer = "vit.layers.*"
-    by_columns = [f"{layer}.attention.{name}_proj" for name in "qkv"] + [f"{layer}.mlp.fc1"]
-    by_rows = [f"{layer}.attention.o_proj", f"{layer}.mlp.fc2"]
-    plan: dict[str, Any] = {name: ColwiseParallel() for name in by_columns}
-    return transformers.ViTForImageClassification(config), plan | {name: RowwiseParallel() for name in by_rows}
-
-
-def _t5() -> tuple[Any, dict[str, Any]]:
-    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 44, "num_layers": 2, "num_heads": 4}
-    model = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
-    )
-    dense = "*.block.*.layer.*.DenseReluDense"
-    return model, {f"{dense}.wi": ColwiseParallel(), f"{dense}.wo": RowwiseParallel()}
-
-
-MODELS = {"gpt2": _gpt2, "vit": _vit, "t5": _t5}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("name", MODELS)
-def test_models_without_a_plan_take_one(ranks: Any, name: str, strategy: str) -> None:
-    ranks(4).run(_train_by_plan, name, strategy)
-
-
-def _train_by_plan(name: str, strategy: str) -> None:
-    """Two steps of two micro-batches each: biases, tied embeddings, encoders and pictures."""
-    forget_meshes()
-    torch.manual_seed(0)
-    plain, plan = MODELS[name]()
-    model = copy.deepcopy(plain)
-    mesh = sw.mesh(tp=2)
-    sw.shard(model, strategy, mesh=mesh, tp_plan=plan)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
-
-    def batch(number: int) -> dict[str, torch.Tensor]:
-        source = torch.Generator().manual_seed(number)
-        ids = torch.randint(1, 64, (2, 9), generator=source)
-        if name == "vit":
-            return {"pixel_values": torch.randn(2, 3, 16, 16, generator=source), "labels": ids[:, 0] % 3}
-        return {"input_ids": ids, "labels": ids}
-
-    for step in range(2):
-        numbers = [[10 * step + 2 * half + rank for rank in range(2)] for half in range(2)]
-        for half, each in enumerate(numbers):
-            torch.stack([plain(**batch(number)).loss for number in each]).mean().backward()
-            with sw.no_sync(model) if half == 0 else nullcontext():
-                model(**batch(each[mesh["dp_shard"].get_local_rank()])).loss.backward()
-        for (key, own), (_, sharded) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
-            scale = own.grad.abs().max().item()
-            found = sharded.grad.full_tensor()
-            torch.testing.assert_close(
-                found, own.grad, atol=1e-4 * scale + 1e-9, rtol=0, msg=lambda m, k=key: f"{k}: {m}"
-            )
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    full = sw.full_state_dict(model, rank0_only=False)
-    for key, value in plain.state_dict().items():
-        torch.testing.assert_close(full[key], value, atol=1e-5, rtol=1e-4)
 
 
 @on_ranks(4)
