@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import itertools
 import os
@@ -16,14 +15,13 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 import shardwise as sw
 from shardwise.checkpoint.format import manifest, row_exchange
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.ranks.file_barrier import FileBarrier
 from shardwise.errors import CheckpointError, PeerError
-from tests.engine.tensor.rig import Case, Model, column_and_row, forget_meshes, loss_of, sequence, vocabulary
+from tests.engine.tensor.rig import Case, column_and_row, forget_meshes, loss_of, sequence, vocabulary
 
 
 class InContext(Case):
@@ -34,15 +32,8 @@ class InContext(Case):
         forget_meshes()
         return sw.mesh(dp_shard=self.shape[0], cp=self.shape[1], tp=self.shape[2])
 
-    def build(self, mesh: DeviceMesh | None = None) -> tuple[Model, Model]:
-        """Return the model in one process and the sharded one, with equal weights."""
-        mesh = mesh or self.mesh()
-        torch.manual_seed(0)
-        plain = Model(**self.model)
-        model = copy.deepcopy(plain)
-        parallelize_module(model, mesh["tp"], dict(self.plan(model)))
-        sw.shard(model, self.strategy, mesh=mesh)
-        return plain, model
+    def data(self, mesh: DeviceMesh) -> DeviceMesh:
+        return mesh
 
 
 MESHES = {

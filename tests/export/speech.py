@@ -80,6 +80,23 @@ def granite_speech_plus() -> Any:
     return granite_speech("GraniteSpeechPlus", cat_hidden_layers=[1])
 
 
+def fun_asr_nano() -> Any:
+    """Any length, of frames that are stacked already."""
+    ears = {
+        "num_hidden_layers": 3,
+        "num_timestamp_prediction_layers": 1,
+        "num_stacked_frames": 2,
+        "fsmn_kernel_size": 5,
+    }
+    adaptor = {**LAYERS, "intermediate_size": 8, "num_hidden_layers": 1, "projector_hidden_size": 48}
+    return built(
+        "FunAsrNano",
+        "qwen3",
+        audio_config={**EARS, **ears, "num_mel_bins": 4},
+        adaptor_config=adaptor,
+    )
+
+
 def qwen3_asr() -> Any:
     """Chunks of a hundred frames, and attention in windows of two."""
     sizes = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}

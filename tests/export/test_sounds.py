@@ -41,7 +41,9 @@ def test_how_models_take_clips(build, expected):
         assert model(**made).logits.isfinite().all()  # tokens and features are as many, else transformers raises
 
 
-@pytest.mark.parametrize("build", [speech.granite_speech, speech.granite_speech_plus, speech.qwen3_asr])
+@pytest.mark.parametrize(
+    "build", [speech.granite_speech, speech.granite_speech_plus, speech.fun_asr_nano, speech.qwen3_asr]
+)
 @pytest.mark.parametrize("frames", [(9,), (10, 30), (200, 117, 3), (397, 200, 100)])
 def test_hears_what_the_model_hears(build, frames):
     model = build()

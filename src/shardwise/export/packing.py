@@ -233,8 +233,8 @@ class Tiles:
         known = sorted(getattr(model.config, "image_grid_pinpoints", ()), key=math.prod)
         if not known or getattr(model.base_model, "image_newline", None) is None:
             return None
-        (tall, wide), largest = known[0], known[-1]
-        sizes = ((tall, wide * 2 // 3), (tall * 2 // 3, wide), (largest[0], largest[1]))  # padded right and left, above
+        (tall, wide), (tallest, widest) = known[0], known[-1]
+        sizes = ((tall, wide * 2 // 3), (tall * 2 // 3, wide), (tallest, widest))  # two are padded, each on other sides
         side = model.config.vision_config.image_size
         shape = (int(getattr(model.config.vision_config, "num_channels", None) or 3), side, side)
         count = sys.modules[type(model.base_model).__module__].image_size_to_num_patches

@@ -135,9 +135,12 @@ class Case:
         plain = Model(**self.model)
         model = copy.deepcopy(plain)
         parallelize_module(model, mesh["tp"], dict(self.plan(model)))
-        data = mesh["dp_shard"] if len(self.shape) == 2 else mesh["dp_replicate", "dp_shard"]
-        sw.shard(model, self.strategy, mesh=data, **self.shard)
+        sw.shard(model, self.strategy, mesh=self.data(mesh), **self.shard)
         return plain, model
+
+    def data(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return the part of the mesh that `sw.shard` is given."""
+        return mesh["dp_shard"] if len(self.shape) == 2 else mesh["dp_replicate", "dp_shard"]
 
     def batches(self, mesh: DeviceMesh, step: int) -> tuple[Tensor, Tensor]:
         """Return the tokens of all data ranks, (ranks, micro-batches, rows, length), and this rank's."""

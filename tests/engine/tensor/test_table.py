@@ -1,7 +1,7 @@
 """Models of transformers, over meshes with a tensor axis, under strategies, with what people train them with: losses,
 gradients and weights are those of one process.
 
-Each pair of values of two columns is in one of the cases; `make test-slow` runs them all.
+Each pair of values that go together is in one of the cases; `make test-slow` runs them all.
 """
 
 from __future__ import annotations
@@ -174,6 +174,7 @@ def _train(case: Case) -> None:
 
 
 REPLICATED = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2", "no_shard": "hybrid_shard_zero2"}
+"""What stands for a strategy on a mesh with replicas and shards, which takes these two alone."""
 
 
 def _prepare(case: Case, model: Any, mesh: DeviceMesh, plan: Any) -> None:
