@@ -50,7 +50,9 @@ def test_the_tests_that_another_torch_runs_are_there() -> None:
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
 def test_a_run_of_the_quickstart_is_the_last_command() -> None:
     """So its last line, the path of its report, is that of `make train` (`tests/train/test_trainer.py`)."""
-    shown = subprocess.run(["make", "--dry-run", "train"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        ["make", "--dry-run", "--no-print-directory", "train"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert shown.splitlines()[-1] == ".venv/bin/shardwise train quickstart"
 
 
