@@ -159,7 +159,8 @@ class CheckedEngine(Engine):
     def install(self, units: Sequence[Unit], model: nn.Module, ignored: Sequence[nn.Parameter]) -> None:
         """As in the base class. Every rank must call this."""
         self.log.name_units([unit.fqn for unit in units])
-        axes = dict.fromkeys(axis for unit in units for group in unit.groups for axis in group.axes)
+        groups = [group for unit in units for group in unit.groups if group.mesh is None]
+        axes = dict.fromkeys(axis for group in groups for axis in group.axes)
         self.log.watch([*axes], _order_of(units))
         super().install(units, model, ignored)
         for attach in registered(SEAM):

@@ -82,9 +82,8 @@ class ReductionObserver(Protocol):
 class OwnSlots(ReduceSlots):
     """Reduce slots of one unit alone, besides those that are shared."""
 
-    def __init__(self, *args: Any) -> None:
-        """As that of the base class."""
-        super().__init__(*args)
+    def __init__(self) -> None:
+        super().__init__()
         self.own: dict[Unit, Slot[Unit]] = {}
         """By unit: the slot in which it collects its gradients instead of a shared one."""
 
@@ -96,8 +95,9 @@ class OwnSlots(ReduceSlots):
     def give_own(self, unit: Unit) -> None:
         """Allocate a reduce slot for this unit alone, if it has none."""
         if unit not in self.own:
-            buffer = self._collectives.allocate(unit.gradients.reduce_bytes, BufferKind.REDUCE)
-            self.own[unit] = Slot[Unit](self._collectives, buffer)
+            collectives = unit.mesh.reducing
+            buffer = collectives.allocate(unit.gradients.reduce_bytes, BufferKind.REDUCE)
+            self.own[unit] = Slot[Unit](collectives, buffer)
 
     def _follow_trainable(self, unit: Unit) -> None:
         super()._follow_trainable(unit)
@@ -154,7 +154,7 @@ class CustomReducer(Reducer):
         super().__init__(mesh, log)
         self.custom: dict[Unit, CustomReduction] = {}
         """By unit: what is made of its reductions, where that is no mean over all ranks in each backward."""
-        self.slots = OwnSlots(self.collectives)
+        self.slots = OwnSlots()
         self.in_flight = CustomInFlight(self.custom)
         self._additions: dict[float, ScaledAddition] = {float(mesh.world_size): self.mean}
         """By the divisor of the sum."""
@@ -212,7 +212,7 @@ class CustomReducer(Reducer):
 
     def start_mean(self, unit: Unit, slot: Slot[Unit], label: int) -> None:
         """Start to sum the slot into the shard's gradient."""
-        if self.mesh.replicate.world_size == 1:
+        if unit.mesh.replicate.world_size == 1:
             self.in_flight.make_room(unit)
         super().start_sum(unit, slot, label)
 

@@ -46,6 +46,12 @@ class Mesh:
         return self.shard.world_size * self.replicate.world_size
 
     @property
+    def reducing(self) -> Collectives:
+        """The group that sums gradients first. With shards of one rank nothing is scattered, and replicas sum whole
+        gradients."""
+        return self.replicate if self.shard.world_size == 1 else self.shard
+
+    @property
     def groups(self) -> tuple[Collectives, ...]:
         """Every group that exchanges bytes."""
         return tuple(group for group in (self.shard, self.replicate, self.secondary) if group is not None)

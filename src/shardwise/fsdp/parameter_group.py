@@ -33,6 +33,7 @@ from shardwise.errors import UsageError
 from shardwise.fsdp import operations as operations  # what optimizers may do with the sharded parameters made here
 from shardwise.fsdp.collectives import FINISHED, Buffer, BufferKind, Collectives, FlatSpan, Work
 from shardwise.fsdp.layout import FlatLayout, build_layout, round_up
+from shardwise.fsdp.mesh import Mesh
 from shardwise.fsdp.sharded_parameter import SHARDED_ATTRIBUTE, GradientShard, Placement, ShardedParameter
 from shardwise.fsdp.slots import SLOT_ALIGN_BYTES, Slot
 from shardwise.registry import first_answer
@@ -166,6 +167,8 @@ class Group:
     """Whether the shard stays in memory between uses."""
     axes: tuple[Collectives, ...] = ()
     """Groups of ranks that hold other parts of the parameters, besides the shard group."""
+    mesh: Mesh | None = None
+    """The ranks that its unit is sharded and replicated over, if they are others than its engine's."""
 
     def __init__(
         self,

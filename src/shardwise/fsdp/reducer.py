@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import UsageError
-from shardwise.fsdp.collectives import BufferKind, Collectives, Reduction, Work
+from shardwise.fsdp.collectives import BufferKind, Reduction, Work
 from shardwise.fsdp.gradients import BatchedAddition, GradientStatus, Key, ScaledAddition
 from shardwise.fsdp.mesh import Agreement, Mesh
 from shardwise.fsdp.parameter_group import Group
 from shardwise.fsdp.slots import Arena, Slot, size_classes
-from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.unit import Unit, by_mesh
 
 # Reductions under way -------------------------------------------------------------------------------------------------
 
@@ -123,9 +123,7 @@ being reduced."""
 class ReduceSlots:
     """Reduce slots shared by a size class. Every rank allocates and releases them alike."""
 
-    def __init__(self, collectives: Collectives) -> None:
-        """`collectives`: those that reduce gradients first."""
-        self._collectives = collectives
+    def __init__(self) -> None:
         self.allocates_gradients = True
         """Whether gradient shards are allocated with the slots; else when the first sum is added to them."""
         self.shared: Arena[Unit] | None = None
@@ -153,8 +151,10 @@ class ReduceSlots:
         self._largest = largest
 
     def _allocate_shared(self, largest: Mapping[Unit, int], nesting: int) -> None:
-        classes = size_classes(list(largest.items()), lambda _: REDUCE_SLOTS + nesting)
-        self.shared = Arena(self._collectives, BufferKind.REDUCE, classes)
+        self.shared = Arena(BufferKind.REDUCE)
+        for mesh, members in by_mesh(largest).items():
+            needed = [(unit, largest[unit]) for unit in members]
+            self.shared.allocate(mesh.reducing, size_classes(needed, lambda _: REDUCE_SLOTS + nesting))
 
     def _follow_trainable(self, unit: Unit) -> None:
         """Lay out the gradients of the groups that are trainable now."""
@@ -183,12 +183,10 @@ class Reducer:
     def __init__(self, mesh: Mesh, log: Agreement) -> None:
         self.mesh = mesh
         self.log = log
-        # In a shard group of one rank nothing is scattered: replicas reduce the slots themselves.
-        self.collectives = mesh.replicate if mesh.shard.world_size == 1 else mesh.shard
-        addition = BatchedAddition if self.collectives.on_streams else ScaledAddition
+        addition = BatchedAddition if mesh.reducing.on_streams else ScaledAddition
         self.mean: ScaledAddition = addition(1.0 / mesh.world_size)
         """Adds gradients to those in a slot, so that their sum over ranks is the mean."""
-        self.slots = ReduceSlots(self.collectives)
+        self.slots = ReduceSlots()
         self.in_flight = InFlight()
 
     def allocate(self, units: Sequence[Unit], nesting: int) -> None:
@@ -213,7 +211,7 @@ class Reducer:
                 "Use torch.autograd.grad over sw.unsharded(model) for second derivatives"
             )
         unit.gradients.add(key, grad)
-        self.collectives.advance()
+        unit.mesh.reducing.advance()
 
     def reduce(self, unit: Unit) -> None:
         """Start to reduce the unit's slot, if it has one; missing gradients count as zeros. The reduction is waited for
@@ -291,8 +289,8 @@ class Reducer:
 
     def start_sum(self, unit: Unit, slot: Slot[Unit], label: int) -> None:
         """Start to sum the slot into the shard's gradient."""
-        groups = [group for group in unit.groups if group.trainable]
-        if self.mesh.replicate.world_size == 1:
+        groups, mesh = [group for group in unit.groups if group.trainable], unit.mesh
+        if mesh.replicate.world_size == 1:
             scaled = unit.gradients.scaled
             reductions = tuple(
                 Reduction(
@@ -302,9 +300,9 @@ class Reducer:
                 )
                 for group in groups
             )
-            work = self.mesh.shard.reduce_scatter(slot.buffer, reductions, label)
+            work = mesh.shard.reduce_scatter(slot.buffer, reductions, label)
             self.in_flight.append(Flight(unit, slot, [work]))
         else:  # nothing is sharded: the slot itself is summed over the replicas
             slices = [group.slice_in(slot) for group in groups]
-            works = [self.mesh.replicate.all_reduce(own, label=label) for own in slices]
+            works = [mesh.replicate.all_reduce(own, label=label) for own in slices]
             self.in_flight.append(Flight(unit, slot, works, slices))

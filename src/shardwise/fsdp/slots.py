@@ -135,16 +135,18 @@ class Slot(Generic[T]):
 
 
 class Arena(Generic[T]):
-    """All slots of one kind, on one group of ranks."""
+    """All slots of one kind."""
 
-    def __init__(self, collectives: Collectives, kind: BufferKind, classes: Sequence[SizeClass[T]]) -> None:
-        """Allocate all slots. Every rank must call this with equal classes."""
-        self.collectives = collectives
+    def __init__(self, kind: BufferKind) -> None:
+        self.kind = kind
         self.slots: list[Slot[T]] = []
         self._choices: dict[int, tuple[Slot[T], ...]] = {}
+
+    def allocate(self, collectives: Collectives, classes: Sequence[SizeClass[T]]) -> None:
+        """Allocate the slots of units on one group of ranks, all of which must call this with equal classes."""
         for size_class in classes:
             slots = tuple(
-                Slot[T](collectives, collectives.allocate(size_class.slot_bytes, kind))
+                Slot[T](collectives, collectives.allocate(size_class.slot_bytes, self.kind))
                 for _ in range(size_class.slot_count)
             )
             self.slots.extend(slots)

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import UsageError
 from shardwise.fsdp.gradients import Key, UnitGradients
+from shardwise.fsdp.mesh import Mesh
 from shardwise.fsdp.parameter_group import Group, UnitParameters, Values
 from shardwise.fsdp.schedule import Call
 
@@ -170,6 +171,8 @@ PLAIN = UnitSettings()
 class Listener(Protocol):
     """The object that a unit's hooks report to: the engine."""
 
+    mesh: Mesh
+
     @property
     def runs_model(self) -> bool:
         """Whether a forward of the model is under way, or a backward, which may recompute one."""
@@ -222,6 +225,8 @@ class Unit:
         self._open_calls = 0
         """Number of its calls whose backward is under way."""
         self.listener: Listener | None = None
+        self.mesh: Mesh
+        """The ranks that it is sharded and replicated over. Set by `join`."""
         self.handles: list[RemovableHandle] = []
         """Of the hooks on its modules' forwards."""
         self._hooked_leaves: set[int] = set()
@@ -256,6 +261,7 @@ class Unit:
     def join(self, listener: Listener, index: int) -> None:
         """Become unit number `index` of an engine, and report to it instead of to an earlier one."""
         self.index = index
+        self.mesh = next((group.mesh for group in self.groups if group.mesh is not None), listener.mesh)
         is_first, self.listener = self.listener is None, listener
         if is_first:
             self.handles = [
@@ -376,3 +382,11 @@ class Unit:
         if output is None:
             self.listener.forward_raised(self, module, (args, kwargs))
         return self.listener.post_forward(self, output)
+
+
+def by_mesh(units: Iterable[Unit]) -> dict[Mesh, list[Unit]]:
+    """Return the units by the ranks that they are sharded and replicated over."""
+    found: dict[Mesh, list[Unit]] = {}
+    for unit in units:
+        found.setdefault(unit.mesh, []).append(unit)
+    return found

@@ -20,7 +20,7 @@ from shardwise.fsdp.mesh import Agreement, Mesh
 from shardwise.fsdp.parameter_group import ParameterState, Slices
 from shardwise.fsdp.schedule import Phase, Schedule
 from shardwise.fsdp.slots import Arena, Slot, size_classes
-from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.unit import Unit, by_mesh
 
 _NOT_PREFETCHED = 2
 """Slots left to the unit that computes and to the one before it, whose kernels may still be reading. Prefetching looks
@@ -56,11 +56,13 @@ class Unsharder:
         """Allocate every slot, once. Every rank must call this."""
         if self._arena is not None:
             return
-        moving = [unit for unit in units if unit.reshards_after_forward]
-        kept = [unit for unit in units if not (unit.reshards_after_forward or unit.parameters.is_pinned)]
-        classes = [*size_classes(sizes(moving), lambda _: self._slots), *size_classes(sizes(kept), len)]
-        self._arena = Arena(self._mesh.shard, BufferKind.GATHER, classes)
-        pinned = [unit.parameters.pin(self._mesh.shard, unit) for unit in units if unit.parameters.is_pinned]
+        self._arena = Arena(BufferKind.GATHER)
+        for mesh, members in by_mesh(units).items():
+            moving = [unit for unit in members if unit.reshards_after_forward]
+            kept = [unit for unit in members if not (unit.reshards_after_forward or unit.parameters.is_pinned)]
+            classes = [*size_classes(sizes(moving), lambda _: self._slots), *size_classes(sizes(kept), len)]
+            self._arena.allocate(mesh.shard, classes)
+        pinned = [unit.parameters.pin(unit.mesh.shard, unit) for unit in units if unit.parameters.is_pinned]
         for slot in (*self.all_slots, *pinned):
             self.slots[slot.key] = slot
 

@@ -209,7 +209,7 @@ class _Loops:
 
     def _take(self, engine: CheckedEngine, unit: Unit, key: Key, grad: Tensor) -> None:
         if self.under_way and self.under_way[-1].is_out:
-            engine.reducer.collectives.advance()
+            engine.mesh.reducing.advance()
         else:
             self._collect(unit, key, grad)
 

@@ -61,9 +61,8 @@ def test_every_unit_fits_and_fills_its_slot(sizes: list[int], slots: int) -> Non
 
 def test_unit_i_prefers_slot_i_mod_k_and_takes_another_of_its_class_if_need_be() -> None:
     units = [f"u{index}" for index in range(5)]
-    arena = Arena[str](
-        DryCollectives(0, 2, "cpu"), BufferKind.GATHER, size_classes([(u, 640) for u in units], lambda _: 3)
-    )
+    arena = Arena[str](BufferKind.GATHER)
+    arena.allocate(DryCollectives(0, 2, "cpu"), size_classes([(u, 640) for u in units], lambda _: 3))
     assert [arena.slots.index(arena.preferred(unit)) for unit in units] == [0, 1, 2, 0, 1]
     assert [arena.slots.index(slot) for slot in arena.choices(units[4])] == [1, 2, 0]
     assert len({slot.key for slot in arena.slots}) == 3  # each its own storage

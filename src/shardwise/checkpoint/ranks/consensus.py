@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -48,7 +49,8 @@ def axes_of(engines: Sequence[Engine]) -> tuple[Collectives, ...]:
 
     Raises UsageError if parameters are on different ones.
     """
-    found = {group.axes for engine in engines for unit in engine.units for group in unit.groups if group.axes}
+    groups = (group for engine in engines for unit in engine.units for group in unit.groups)
+    found = {group.axes for group in groups if group.axes and group.mesh is None}  # experts are on ranks of the mesh
     if len(found) > 1:
         raise UsageError(
             "parameters of this model are DTensors on different meshes: save and load the parts of each mesh by "
@@ -73,13 +75,14 @@ class Peers(Agreement, OverGroups):
         """Return this rank's number among those that hold the same elements of a tensor, and how many they are. Not
         collective. `ranks`, `axes`: the tensor is spread over so many ranks of the mesh, and over these axes; or over
         all ranks."""
-        mesh = self._mesh
+        mesh, experts = self._mesh, math.prod(axis.world_size for axis in axes if axis not in self.axes)
         if ranks == self.world_size:
             return 0, 1
-        if ranks == mesh.world_size:
+        if ranks * experts == mesh.world_size:
             number, copies = 0, 1
-        elif ranks == 1:  # every rank is a replica, whatever other tensors are cut into
-            number, copies = mesh.shard.rank + mesh.shard.world_size * mesh.replicate.rank, mesh.world_size
+        elif ranks == 1:  # every rank is a replica, or every one with the same experts, which alternate
+            number = (mesh.shard.rank + mesh.shard.world_size * mesh.replicate.rank) // experts
+            copies = mesh.world_size // experts
         else:
             number, copies = mesh.replicate.rank, mesh.replicate.world_size
         for axis in self.axes:

@@ -180,7 +180,7 @@ class SettableReduction:
         go straight into the shard's gradient. Every rank must call this."""
         reducer = self._reducer
         assert reducer is not None
-        shard, replicate, settings = reducer.mesh.shard, reducer.mesh.replicate, self.settings
+        shard, replicate, settings = self._unit.mesh.shard, self._unit.mesh.replicate, self.settings
         alone = replicate.world_size == 1
         if alone:
             is_partial = settings.hook is not None

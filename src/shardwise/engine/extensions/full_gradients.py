@@ -25,7 +25,7 @@ class FullGradientReducer(CustomReducer):
 
     def __init__(self, mesh: Mesh, log: Agreement) -> None:
         super().__init__(mesh, log)
-        self.slots = FullSlots(self.collectives)
+        self.slots = FullSlots()
 
 
 def choose(mesh: Mesh, strategy: Strategy) -> type[Reducer] | None:

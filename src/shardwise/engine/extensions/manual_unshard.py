@@ -68,7 +68,7 @@ class ManualUnshard:
 
     def _give_slot(self, unit: Unit) -> None:
         """Give the unit a slot of its own, once."""
-        unsharder, collectives = self._engine.unsharder, self._engine.mesh.shard
+        unsharder, collectives = self._engine.unsharder, unit.mesh.shard
         if unit not in unsharder.own_slots:
             nbytes = round_up(unit.parameters.unsharded_bytes, SLOT_ALIGN_BYTES)
             slot = Slot[Unit](collectives, collectives.allocate(nbytes, BufferKind.GATHER))

@@ -10,7 +10,7 @@ from shardwise.fsdp.mesh import Agreement, Mesh
 from shardwise.fsdp.reducer import Flight, Reducer
 from shardwise.fsdp.slots import Arena, Slot, size_classes
 from shardwise.fsdp.strategy import Strategy
-from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.unit import Unit, by_mesh
 
 SLICE_SLOTS = 2
 """Slice slots of a size class: the slices of two units are summed over replicas while two more units run backward."""
@@ -20,9 +20,8 @@ class HybridSlots(OwnSlots):
     """Reduce slots, and slots for slices that were summed in the shard group. These are summed over the replicas there,
     so that the reduce slot is free again."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        super().__init__(mesh.shard)
-        self._mesh = mesh
+    def __init__(self) -> None:
+        super().__init__()
         self.slices: Arena[Unit] | None = None
         """Slice slots, allocated on the replicate group, as reduce slots are on the shard group."""
 
@@ -33,8 +32,10 @@ class HybridSlots(OwnSlots):
 
     def _allocate_shared(self, largest: Mapping[Unit, int], nesting: int) -> None:
         super()._allocate_shared(largest, nesting)
-        slices = [(unit, nbytes // self._mesh.shard.world_size) for unit, nbytes in largest.items()]
-        self.slices = Arena(self._mesh.replicate, BufferKind.REDUCE, size_classes(slices, lambda _: SLICE_SLOTS))
+        self.slices = Arena(BufferKind.REDUCE)
+        for mesh, members in by_mesh(largest).items():
+            slices = [(unit, largest[unit] // mesh.shard.world_size) for unit in members]
+            self.slices.allocate(mesh.replicate, size_classes(slices, lambda _: SLICE_SLOTS))
 
     def _drop_shared(self) -> None:
         super()._drop_shared()
@@ -48,7 +49,7 @@ class HybridReducer(CustomReducer):
 
     def __init__(self, mesh: Mesh, log: Agreement) -> None:
         super().__init__(mesh, log)
-        self.slots = self._hybrid = HybridSlots(mesh)
+        self.slots = self._hybrid = HybridSlots()
 
     def start_mean(self, unit: Unit, slot: Slot[Unit], label: int) -> None:
         """Start to sum the slot in the shard group and, after that, over the replicas."""
@@ -59,9 +60,9 @@ class HybridReducer(CustomReducer):
             Reduction(group.flat_gradients(slot), own, accumulate=False)
             for group, own in zip(groups, slices, strict=True)
         )
-        scattered = self.mesh.shard.reduce_scatter(slot.buffer, reductions, label)
+        scattered = unit.mesh.shard.reduce_scatter(slot.buffer, reductions, label)
         self.in_flight.append(Flight(unit, slot, [scattered]))
-        works = [self.mesh.replicate.all_reduce(own, after=scattered, label=label) for own in slices]
+        works = [unit.mesh.replicate.all_reduce(own, after=scattered, label=label) for own in slices]
         self.in_flight.append(Flight(unit, sums, works, slices))
 
 

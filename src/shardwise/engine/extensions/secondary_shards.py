@@ -58,7 +58,8 @@ class SecondaryUnsharder(Unsharder):
         super().allocate(units)
         again = [unit for unit in units if unit.reshards_after_forward and unit.settings.resharding is not True]
         classes = size_classes(sizes(again), lambda _: self._slots)
-        self._smaller = Arena(self._over, BufferKind.GATHER, classes)
+        self._smaller = Arena(BufferKind.GATHER)
+        self._smaller.allocate(self._over, classes)
         self.slots.update((slot.key, slot) for slot in self._smaller.slots)
         for unit in again:
             self.secondary[unit] = _allocated(unit, self._over)

@@ -15,6 +15,10 @@ from shardwise.policy.checks import check_count
 
 REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
 NAMES = (REPLICATE, SHARD, CONTEXT, TENSOR)
+SAME_EXPERTS, EXPERTS = "efsdp", "ep"
+"""Axes that the shard ranks are divided into: ranks with the same experts, and ranks with different ones."""
+_EXPERT_RANKS = "_shardwise_expert_ranks"
+"""Attribute of a mesh that `mesh` made for expert parallelism: the size of that axis."""
 
 
 def mesh(dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, ep: int = 1) -> DeviceMesh:
@@ -28,21 +32,20 @@ def mesh(dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, ep
             Parameters are sharded over these ranks, too.
         tp: number of ranks that share each matrix product, and the same batch. Consecutive ranks: on one host if they
             fit.
-        ep: 1. Experts have no axis of their own yet: they are sharded over the data axes as all parameters are.
+        ep: number of shard ranks (`dp_shard` x `cp`) that divide the experts among them, in models of transformers with
+            an `ep_plan`: each holds whole experts, and tokens are sent to them. Consecutive ranks. Every rank still has
+            a batch of its own.
 
     Give it to `sw.shard(model, strategy, mesh=mesh, tp_plan="auto")`. Ranks of one `cp` and `tp` group need the same
     batches: `mesh["dp_shard"].get_local_rank()` tells a rank its own. With `cp`, a rank's slice of that is
     `sw.sequence_slice(batch, mesh)`.
 
-    Raises MeshError if the sizes do not make up the number of ranks, or there is no process group.
+    Raises MeshError if the sizes do not make up the number of ranks, `ep` does not divide the shard ranks or is given
+    together with `tp`, or there is no process group.
     """
     if not dist.is_initialized():
         raise MeshError("sw.mesh needs a process group: call torch.distributed.init_process_group(...) first")
-    if ep != 1:
-        raise MeshError(
-            f"sw.mesh(ep={ep}): expert parallelism is not supported; leave ep out, which shards experts too"
-        )
-    for name, size in ((REPLICATE, dp_replicate), (CONTEXT, cp), (TENSOR, tp)):
+    for name, size in ((REPLICATE, dp_replicate), (CONTEXT, cp), (TENSOR, tp), (EXPERTS, ep)):
         check_count(name, size, 1)
     world_size, others = dist.get_world_size(), dp_replicate * cp * tp
     if dp_shard == -1 and world_size % others == 0:
@@ -51,7 +54,16 @@ def mesh(dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, ep
     if dp_shard < 1 or math.prod(sizes) != world_size:
         asked = ", ".join(f"{name}={size}" for name, size in zip(NAMES, sizes, strict=True))
         raise MeshError(f"sw.mesh({asked}): the product must be the number of ranks, {world_size}")
-    return init_device_mesh(accelerators.of_group(dist.group.WORLD).type, sizes, mesh_dim_names=NAMES)
+    if ep > 1 and tp > 1:
+        raise MeshError(
+            f"sw.mesh(tp={tp}, ep={ep}): experts over ranks beside a tensor axis are not supported: use one"
+        )
+    if dp_shard * cp % ep:
+        raise MeshError(f"sw.mesh(ep={ep}) does not divide the {dp_shard * cp} ranks of dp_shard x cp")
+    made = init_device_mesh(accelerators.of_group(dist.group.WORLD).type, sizes, mesh_dim_names=NAMES)
+    if ep > 1:
+        setattr(made, _EXPERT_RANKS, ep)
+    return made
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,10 @@ class Axes:
     """The tensor axis, if there is one."""
     context: DeviceMesh | None
     """The context axis, if it has more than one rank. It is part of `data`."""
+    experts: DeviceMesh | None = None
+    """The axis whose ranks hold different experts, if there is one. It is part of `data`."""
+    same_experts: DeviceMesh | None = None
+    """The rest of `data`, in its order: ranks that hold the same experts."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh, strategy: Strategy) -> Axes:
@@ -77,13 +93,21 @@ class Axes:
         tensor = mesh[TENSOR] if TENSOR in names else None
         context = mesh[CONTEXT] if CONTEXT in names and mesh[CONTEXT].size() > 1 else None
         shards = mesh[SHARD] if context is None else mesh[SHARD, CONTEXT]._flatten(f"{SHARD}_{CONTEXT}")
+        size, experts, same = getattr(mesh, _EXPERT_RANKS, 1), None, shards
+        if size > 1:
+            divided = shards._unflatten(0, (shards.size() // size, size), (SAME_EXPERTS, EXPERTS))
+            experts, same = divided[EXPERTS], divided[SAME_EXPERTS]
+
+        def with_experts(data: DeviceMesh, same_experts: DeviceMesh) -> Axes:
+            return cls(data, tensor, context, experts, None if experts is None else same_experts)
+
         if REPLICATE not in names:
-            return cls(shards, tensor, context)
+            return with_experts(shards, same)
         if strategy.sharded and strategy.replicated:
-            both = mesh[REPLICATE, SHARD] if context is None else DeviceMesh._concatenate([mesh[REPLICATE], shards])
-            return cls(both, tensor, context)
+            data = [DeviceMesh._concatenate([mesh[REPLICATE], axis]) for axis in dict.fromkeys((shards, same))]
+            return with_experts(data[0], data[-1])
         if mesh[REPLICATE].size() == 1:
-            return cls(shards, tensor, context)
+            return with_experts(shards, same)
         if shards.size() == 1 and not strategy.sharded:
             return cls(mesh[REPLICATE], tensor, context)
         raise MeshError(

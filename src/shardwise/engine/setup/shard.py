@@ -30,7 +30,7 @@ from shardwise.engine.setup.planners import Blocks, GroupedUnit, Units, nesting,
 from shardwise.engine.setup.torch_patches import install
 from shardwise.errors import ConfigError, LayoutError, MeshError, UsageError
 from shardwise.fsdp import shard as shard_core
-from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.mesh import Mesh, build_mesh
 from shardwise.fsdp.shard import Seams, UnitPlan
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.fsdp.strategy import LEAST_SLOTS, Precision, Strategy
@@ -123,7 +123,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     precision, align = checked_precision(precision), checked_align(align)
     resharding = checked_resharding(reshard_after_forward)
     _check_alone(mesh)
-    mesh, over_tensor_axis = _divided(tree, mesh, strategy, tp_plan)
+    mesh, over_tensor_axis, experts = _divided(tree, mesh, strategy, tp_plan)
     adoption, below = None, engines_by_name(tree)
     if below:
         from shardwise.engine.setup.adoption import Adoption
@@ -132,7 +132,9 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         mesh, precision, resharding, align = adoption.settle(strategy, mesh, precision, resharding, align)
     precision = precision or Precision()
     resharding = strategy.reshards_after_forward if resharding is None else resharding
-    seams = _seams(tree, units, ignored, precision, offload, adopts=adoption is not None)
+    if experts is not None and not isinstance(resharding, bool):
+        raise ConfigError(f"reshard_after_forward={resharding} with sw.mesh(ep=...): pass True or False")
+    seams = _seams(tree, units, ignored, precision, offload, experts, adopts=adoption is not None)
     old = [] if adoption is None else adoption.units
     if resharding is not False or any(unit.reshards_after_forward for unit in old):
         seams.reviews.append(partial(_check_nesting, slots, old))
@@ -162,9 +164,10 @@ def _check_alone(mesh: object) -> None:
 
 def _divided(
     model: nn.Module, mesh: DeviceMesh | Mesh | None, strategy: Strategy, plan: TensorPlan | None
-) -> tuple[DeviceMesh | Mesh | None, AbstractContextManager[None]]:
-    """Make the model tensor-parallel if there is a plan, and let it attend across slices of sequences. Returns the data
-    axes of the mesh, and a context to shard the model in."""
+) -> tuple[DeviceMesh | Mesh | None, AbstractContextManager[None], Mesh | None]:
+    """Make the model tensor-parallel if there is a plan, let it attend across slices of sequences, and divide its
+    experts. Returns the data axes of the mesh, a context to shard the model in, and the ranks that hold the same
+    experts, if these are divided."""
     axes = Axes.of(mesh, strategy) if isinstance(mesh, DeviceMesh) else None
     tensor = None if axes is None else axes.tensor
     if plan is not None and tensor is None:
@@ -186,7 +189,18 @@ def _divided(
         from shardwise.engine.setup.context_parallel import attend_across
 
         attend_across(model, axes.context)
-    return (mesh if axes is None else axes.data), over_tensor_axis
+    experts = None
+    if axes is not None and axes.experts is not None:
+        from shardwise.engine.setup.experts import apply_plan as divide_experts
+
+        assert isinstance(mesh, DeviceMesh)
+        if below := engines_by_name(model):
+            raise UsageError(
+                f"{next(iter(below))!r} is sharded already: with sw.mesh(ep=...), shard the whole model in one call"
+            )
+        divide_experts(model, axes.experts, mesh["tp"])
+        experts = build_mesh(strategy, axes.same_experts, None, None)
+    return (mesh if axes is None else axes.data), over_tensor_axis, experts
 
 
 def _seams(
@@ -195,9 +209,11 @@ def _seams(
     ignored: Sequence[nn.Parameter],
     precision: Precision,
     offload: Offload | None,
+    experts: Mesh | None,
     adopts: bool,
 ) -> Seams:
-    """Return what the arguments and the model ask of the core. `adopts`: some modules below are sharded already."""
+    """Return what the arguments and the model ask of the core. `experts`: the ranks that hold the same experts, if
+    these are divided. `adopts`: some modules below are sharded already."""
     seams = Seams([], ignored, engine=CheckedEngine, agree=agree_on_layout, equalise=agree_on_values)
     seams.materialise = cut_equal
     if isinstance(model, GroupedUnit):
@@ -214,7 +230,7 @@ def _seams(
 
         offloaded = OffloadedGroups(offload, precision)
         seams.materialise = offloaded.wrap(seams.materialise)
-    _take_subclasses(seams, model, precision, offloaded)
+    _take_subclasses(seams, model, precision, offloaded, experts)
     seams.reviews.append(check_admissible)
     if not adopts:
         seams.reviews.append(_check_anything)
@@ -231,7 +247,9 @@ def _seams(
     return seams
 
 
-def _take_subclasses(seams: Seams, model: nn.Module, precision: Precision, offloaded: OffloadedGroups | None) -> None:
+def _take_subclasses(
+    seams: Seams, model: nn.Module, precision: Precision, offloaded: OffloadedGroups | None, experts: Mesh | None
+) -> None:
     """Add the kinds of groups that tensor subclasses among the parameters need."""
     kinds: list[ExtendedGroups | TensorParallelGroups] = []
     if any(hasattr(parameter, "fsdp_pre_all_gather") for parameter in model.parameters()):
@@ -248,7 +266,13 @@ def _take_subclasses(seams: Seams, model: nn.Module, precision: Precision, offlo
                 f"precision.frozen={precision.frozen!r} of DTensors is not supported: leave frozen out, or tensor "
                 "parallelism"
             )
-        kinds.append(TensorParallelGroups())
+        if experts is None:
+            kinds.append(TensorParallelGroups())
+        else:
+            from shardwise.engine.setup.experts import ExpertGroups, experts_alone
+
+            seams.planners.append(experts_alone)
+            kinds.append(ExpertGroups(experts))
     seams.kinds += kinds
     seams.reviews += [kind.stand_in for kind in kinds]
 
@@ -260,8 +284,8 @@ def _put_in_charge(model: nn.Module, engine: CheckedEngine) -> None:
         for own in unit.modules:
             refuse_conversions(own)
         for sharded in (sharded for group in unit.groups for sharded in group.sharded):
-            if sharded.placement.replicas is not engine.mesh.replicate:
-                sharded.placement = replace(sharded.placement, replicas=engine.mesh.replicate)
+            if sharded.placement.replicas is not unit.mesh.replicate:
+                sharded.placement = replace(sharded.placement, replicas=unit.mesh.replicate)
     watch_state_dicts(model)
     tell_transformers(model, engine)
     if "peft" in sys.modules:

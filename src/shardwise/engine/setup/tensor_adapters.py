@@ -29,8 +29,9 @@ from shardwise.modules.adapters import is_of_parameter, saved_copies, wrapped_by
 
 
 @contextmanager
-def set_aside(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
-    """A context in which the model is as it was before PEFT. Gives PEFT's wrappers by the names of what they wrap."""
+def set_aside(model: nn.Module, plan: str) -> Iterator[dict[str, nn.Module]]:
+    """A context in which the model is as it was before PEFT. Gives PEFT's wrappers by the names of what they wrap.
+    `plan`: names the plan that is applied in it, in errors."""
     kept = [
         (parent, name, child)
         for parent in model.modules()
@@ -41,8 +42,8 @@ def set_aside(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
     for name, wrapper in wrappers.items():
         if is_of_parameter(wrapper):
             raise ConfigError(
-                f"tp_plan beside PEFT's adapter of single parameters of {name!r} is not supported: leave "
-                "target_parameters out, or tensor parallelism"
+                f"{plan} beside PEFT's adapter of single parameters of {name!r} is not supported: leave "
+                "target_parameters out, or the plan"
             )
     try:
         for parent, name, child in kept:

@@ -114,18 +114,30 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
             f"tp_plan={plan!r}: transformers has cut this {type(model).__name__} as it loaded it: leave tp_plan out, "
             "or load it without distributed_config"
         )
+    with marking(model, f"tp_plan={plan!r}"):
+        model = base_of(model)
+        given = _checked_plan(model, plan)
+        styles: Mapping[str, Any]
+        with set_aside(model, "tp_plan") as wrappers:
+            if all(isinstance(style, str) for style in given.values()):
+                styles = _apply_transformers(model, mesh, given)
+            else:
+                parallelize_module(model, mesh, dict(given))
+                found = ((name, _style_of(name, given)) for name, _ in model.named_modules())
+                styles = {name: style for name, style in found if style is not None}
+        undivided = place(wrappers, styles, mesh)
+        _divide_random_numbers(model, mesh, styles, undivided)
+
+
+@contextmanager
+def marking(model: nn.Module, plan: str) -> Iterator[None]:
+    """A context in which a plan makes DTensors of a model's parameters. After it the model has its own parameters
+    again, marked with the DTensor that each is to become.
+
+    Raises LayoutError for a tied parameter that becomes two, ConfigError if no parameter becomes one.
+    """
     held = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
-    model = base_of(model)
-    given = _checked_plan(model, plan)
-    styles: Mapping[str, Any]
-    with set_aside(model) as wrappers:
-        if all(isinstance(style, str) for style in given.values()):
-            styles = _apply_transformers(model, mesh, given)
-        else:
-            parallelize_module(model, mesh, dict(given))
-            styles = {name: style for name, _ in model.named_modules() if (style := _style_of(name, given)) is not None}
-    undivided = place(wrappers, styles, mesh)
-    _divide_random_numbers(model, mesh, styles, undivided)
+    yield
     marked: dict[int, DTensor] = {}
     for module, name, parameter in held:
         now: Any = module._parameters[name]
@@ -134,13 +146,13 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
         before = marked.setdefault(id(parameter), now)
         if before.placements != now.placements:
             raise LayoutError(
-                f"tp_plan places the tied parameter {name!r} of a {type(module).__name__} {now.placements}, and in "
+                f"{plan} places the tied parameter {name!r} of a {type(module).__name__} {now.placements}, and in "
                 f"another place {before.placements}: both must be equal"
             )
         setattr(parameter, DTENSOR, before)
         module._parameters[name] = parameter
     if not marked:
-        raise ConfigError(f"tp_plan={plan!r} cuts no parameter of this {type(model).__name__}")
+        raise ConfigError(f"{plan} cuts no parameter of this {type(model).__name__}")
 
 
 def _checked_plan(model: nn.Module, plan: TensorPlan) -> Mapping[str, Any]:

@@ -1,0 +1,104 @@
+"""Expert parallelism: each rank of an axis `ep` of the data ranks holds whole experts of its own.
+
+transformers' plan (`ep_plan`) cuts the experts and exchanges tokens in the forward of their module. That module becomes
+a unit on ranks of its own: the data ranks that hold the same experts. The gradient of an expert comes from the tokens
+of all data ranks, so it is divided by their number, as every gradient is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.engine.extensions.tensor_parallel import TensorParallelGroup
+from shardwise.engine.setup.admission import check_not_transformers
+from shardwise.engine.setup.tensor_adapters import set_aside
+from shardwise.engine.setup.tensor_parallel import TensorParallelGroups, marking
+from shardwise.errors import ConfigError, LayoutError
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.parameter_group import Dtypes, Group, Original
+from shardwise.fsdp.shard import Named, UnitPlan, dtypes_of, modules_below
+from shardwise.modules.adapters import base_of
+from shardwise.modules.extended import is_tensor_parallel
+
+_DISPATCH = "ep_dispatch_experts"
+"""transformers' style of a module of experts that exchanges tokens."""
+
+
+def apply_plan(model: nn.Module, experts: DeviceMesh, tensor: DeviceMesh) -> None:
+    """Install the exchange of tokens of a transformers model, and mark the experts' parameters, which keep their whole
+    shape and device until they are sharded. Every rank of the mesh must call this.
+
+    Args:
+        experts: one axis, whose ranks hold different experts.
+        tensor: one axis of one rank.
+
+    Raises ConfigError for a model without a plan or one that this number of ranks cannot have, LayoutError for a model
+    that transformers has sharded.
+    """
+    check_not_transformers(model)
+    asked, base = f"sw.mesh(ep={experts.size()})", base_of(model)
+    plan: Any = getattr(base, "ep_plan", None)
+    if not isinstance(plan, dict) or _DISPATCH not in plan.values():
+        raise ConfigError(
+            f"{asked}: {type(base).__name__} has no plan that sends tokens to experts (`ep_plan`, {_DISPATCH!r}): "
+            "leave ep out, which shards experts over all data ranks"
+        )
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    with marking(model, f"{asked} of {type(base).__name__}"), set_aside(base, asked) as wrappers:
+        styles: dict[str, str] = base._expand_parallel_plan(plan)  # type: ignore[operator]
+        adapted = next((name for name in wrappers if name in styles), None)
+        if adapted is not None:
+            raise ConfigError(f"{asked} beside an adapter of the experts {adapted!r} is not supported: leave ep out")
+        try:
+            apply_expert_parallelism(base, experts, tensor, styles)
+        except ValueError as error:
+            raise ConfigError(f"{asked}: {error}") from None
+
+
+def experts_alone(model: nn.Module, chosen: Sequence[Named]) -> Sequence[Named]:
+    """Add the modules that hold parameters of experts; a `Planner`."""
+    wanted = {id(module) for _, module in chosen}
+    return modules_below(
+        model,
+        lambda fqn, module: id(module) in wanted or any(map(is_tensor_parallel, module.parameters(recurse=False))),
+    )
+
+
+class ExpertGroup(TensorParallelGroup):
+    """A group of parameters of experts."""
+
+    mesh: Mesh
+
+    def __init__(self, originals: Sequence[Original], dtypes: Dtypes, mesh: Mesh, align: int) -> None:
+        self.mesh = mesh
+        super().__init__(originals, dtypes, mesh.shard, align=align)
+
+
+class ExpertGroups(TensorParallelGroups):
+    """Groups of parameters of experts, on the data ranks that hold the same ones."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        """`mesh`: the data ranks that hold the same experts as this one."""
+        self._mesh = mesh
+
+    def stand_in(self, model: nn.Module, plans: Sequence[UnitPlan]) -> None:
+        """As in the base class. Raises LayoutError for a unit that holds experts and other parameters."""
+        for plan in plans:
+            are_experts = [is_tensor_parallel(parameter) for _, parameter, _ in plan.parameters]
+            if any(are_experts) and not all(are_experts):
+                own, other = (plan.parameters[are_experts.index(kind)][0] for kind in (True, False))
+                raise LayoutError(
+                    f"{own!r} is of experts on ranks of their own, and {other!r} is in the same unit and is not: "
+                    "they are gathered over different ranks. Leave ep out of the mesh"
+                )
+        super().stand_in(model, plans)
+
+    def make(self, originals: Sequence[Original], engine: Engine) -> Group:
+        """Make a group."""
+        return ExpertGroup(originals, dtypes_of(originals[0], engine.precision), self._mesh, engine.align)
