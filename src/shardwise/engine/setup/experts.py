@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError, LayoutError
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.mesh import Mesh
 from shardwise.fsdp.parameter_group import Dtypes, Group, Original
-from shardwise.fsdp.shard import Named, UnitPlan, dtypes_of, modules_below
+from shardwise.fsdp.shard import Named, Seams, UnitPlan, dtypes_of, modules_below
 from shardwise.modules.adapters import base_of
 from shardwise.modules.extended import is_tensor_parallel
 
@@ -59,6 +59,16 @@ def apply_plan(model: nn.Module, experts: DeviceMesh, tensor: DeviceMesh) -> Non
             apply_expert_parallelism(base, experts, tensor, styles)
         except ValueError as error:
             raise ConfigError(f"{asked}: {error}") from None
+
+
+def divide(seams: Seams, same_experts: Mesh, resharding: bool | int) -> None:
+    """Let the experts of a model whose plan was applied be units of their own on these ranks."""
+    if not isinstance(resharding, bool):
+        raise ConfigError(f"reshard_after_forward={resharding} beside sw.mesh(ep=...): pass True or False")
+    kind = ExpertGroups(same_experts)
+    seams.planners.append(experts_alone)
+    seams.reviews.insert(0, kind.stand_in)
+    seams.kinds.insert(0, kind)
 
 
 def experts_alone(model: nn.Module, chosen: Sequence[Named]) -> Sequence[Named]:

@@ -132,12 +132,14 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         mesh, precision, resharding, align = adoption.settle(strategy, mesh, precision, resharding, align)
     precision = precision or Precision()
     resharding = strategy.reshards_after_forward if resharding is None else resharding
-    if experts is not None and not isinstance(resharding, bool):
-        raise ConfigError(f"reshard_after_forward={resharding} with sw.mesh(ep=...): pass True or False")
-    seams = _seams(tree, units, ignored, precision, offload, experts, adopts=adoption is not None)
+    seams = _seams(tree, units, ignored, precision, offload, adopts=adoption is not None)
     old = [] if adoption is None else adoption.units
     if resharding is not False or any(unit.reshards_after_forward for unit in old):
         seams.reviews.append(partial(_check_nesting, slots, old))
+    if experts is not None:
+        from shardwise.engine.setup.experts import divide
+
+        divide(seams, experts, resharding)
     if adoption is not None:
         adoption.join(seams)
     with over_tensor_axis:
@@ -209,11 +211,9 @@ def _seams(
     ignored: Sequence[nn.Parameter],
     precision: Precision,
     offload: Offload | None,
-    experts: Mesh | None,
     adopts: bool,
 ) -> Seams:
-    """Return what the arguments and the model ask of the core. `experts`: the ranks that hold the same experts, if
-    these are divided. `adopts`: some modules below are sharded already."""
+    """Return what the arguments and the model ask of the core. `adopts`: some modules below are sharded already."""
     seams = Seams([], ignored, engine=CheckedEngine, agree=agree_on_layout, equalise=agree_on_values)
     seams.materialise = cut_equal
     if isinstance(model, GroupedUnit):
@@ -230,7 +230,7 @@ def _seams(
 
         offloaded = OffloadedGroups(offload, precision)
         seams.materialise = offloaded.wrap(seams.materialise)
-    _take_subclasses(seams, model, precision, offloaded, experts)
+    _take_subclasses(seams, model, precision, offloaded)
     seams.reviews.append(check_admissible)
     if not adopts:
         seams.reviews.append(_check_anything)
@@ -247,9 +247,7 @@ def _seams(
     return seams
 
 
-def _take_subclasses(
-    seams: Seams, model: nn.Module, precision: Precision, offloaded: OffloadedGroups | None, experts: Mesh | None
-) -> None:
+def _take_subclasses(seams: Seams, model: nn.Module, precision: Precision, offloaded: OffloadedGroups | None) -> None:
     """Add the kinds of groups that tensor subclasses among the parameters need."""
     kinds: list[ExtendedGroups | TensorParallelGroups] = []
     if any(hasattr(parameter, "fsdp_pre_all_gather") for parameter in model.parameters()):
@@ -260,19 +258,13 @@ def _take_subclasses(
         from shardwise.engine.setup.tensor_parallel import TensorParallelGroups
 
         if offloaded is not None:
-            raise ConfigError("offload of DTensors is not supported: leave offload out, or tensor parallelism")
+            raise ConfigError("offload of DTensors is not supported: leave offload out, or the axis 'tp' or 'ep'")
         if precision.frozen is not None:
             raise ConfigError(
-                f"precision.frozen={precision.frozen!r} of DTensors is not supported: leave frozen out, or tensor "
-                "parallelism"
+                f"precision.frozen={precision.frozen!r} of DTensors is not supported: leave frozen out, or the axis "
+                "'tp' or 'ep'"
             )
-        if experts is None:
-            kinds.append(TensorParallelGroups())
-        else:
-            from shardwise.engine.setup.experts import ExpertGroups, experts_alone
-
-            seams.planners.append(experts_alone)
-            kinds.append(ExpertGroups(experts))
+        kinds.append(TensorParallelGroups())
     seams.kinds += kinds
     seams.reviews += [kind.stand_in for kind in kinds]
 
