@@ -107,6 +107,38 @@ def test_replicas_and_shards_beside_tensor_parallelism(ranks: RankPools, overrid
     _assert_as_alone("mesh")
 
 
+MIXTURE = (
+    "model.config.model_type=mixtral",
+    "model.config.num_key_value_heads=2",
+    "model.config.num_local_experts=4",
+    "model.config.num_experts_per_tok=2",
+    'parallel.units=["MixtralDecoderLayer"]',
+    "train.steps=3",
+)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("train.activation_checkpointing=full",),
+        pytest.param(("parallel.cp=2", "checkpoint.every=2"), marks=pytest.mark.slow),
+        pytest.param(("parallel.strategy=hybrid_shard", "parallel.dp_replicate=2"), marks=pytest.mark.slow),
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_experts_over_ranks_train_as_one_process(ranks: RankPools, overrides: tuple[str, ...]) -> None:
+    run_alone("log.name=alone", *MIXTURE)
+    _train(ranks, 4, "log.name=mesh", "parallel.ep=2", *MIXTURE, *overrides)
+    _assert_as_alone("mesh")
+    assert Path("runs/mesh/final/config.json").exists()
+
+
+def test_a_model_without_experts_is_refused(ranks: RankPools) -> None:
+    with pytest.raises(ConfigError, match=r"sw.mesh\(ep=2\): LlamaForCausalLM has no plan that sends tokens"):
+        _train(ranks, 2, "parallel.ep=2")
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("what", ["lora.r=4", "train.optimizer=muon"])
 def test_adapters_and_muon_beside_tensor_parallelism(ranks: RankPools, what: str) -> None:
@@ -330,6 +362,8 @@ def test_heads_and_tasks_that_are_not_divided() -> None:
         (["tp=2", "dp_replicate=3"], 4, "dp_replicate=3 x tp=2: the product must divide the number of ranks, 4"),
         (["dp_replicate=2", "dp_shard=4", "strategy=hsdp"], 4, "dp_replicate=2 x shard_group=4: the product must be"),
         (["tp=2", "dp_replicate=2"], 4, "parallel.dp_replicate=2 needs a hybrid strategy"),
+        (["ep=3"], 4, "parallel.ep=3 does not divide the shard group of 4 ranks; use one of 1, 2, 4"),
+        (["ep=2", "reshard_after_forward=2"], 4, "parallel.reshard_after_forward=2 beside parallel.ep=2"),
         (["tp=2", "dp_shard=4"], 4, "does not divide the 2 data ranks (4 / tp=2)"),
         (["tp=2", "dp_shard=1"], 4, "full_shard always uses 2 of 2 data ranks (4 / tp=2)"),
     ],
@@ -376,3 +410,8 @@ def test_what_is_not_tensor_parallel_is_refused_before_ranks_start(asked: tuple[
     with pytest.raises(ConfigError, match=re.escape(f"parallel.tp = 2 does not work with {asked[1]} yet")):
         load("tiny.toml", ["parallel.tp=2", "lora.r=4", asked[0]])
     load("tiny.toml", ["lora.r=4", asked[0]])
+
+
+def test_experts_are_not_divided_beside_a_tensor_axis() -> None:
+    with pytest.raises(ConfigError, match="parallel.ep = 2 does not work with parallel.tp = 2 yet"):
+        load("tiny.toml", ["parallel.ep=2", "parallel.tp=2"])

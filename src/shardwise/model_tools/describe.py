@@ -187,8 +187,11 @@ def _span(names: Sequence[str]) -> str:
 
 
 def _tensor_axes(engine: Engine) -> str:
-    axes = next((group.axes for unit in engine.units for group in unit.groups if group.axes), ())
-    return "".join(f" x tp={axis.world_size}" for axis in axes)
+    groups = [group for unit in engine.units for group in unit.groups if group.axes]
+    axes = next((group.axes for group in groups if group.mesh is None), ())
+    experts = next((group.axes for group in groups if group.mesh is not None), ())
+    tensor = "".join(f" x tp={axis.world_size}" for axis in axes)
+    return tensor + "".join(f", experts over ep={axis.world_size}" for axis in experts)
 
 
 def _title(engine: Engine, units: Sequence[UnitPlace]) -> str:
@@ -224,9 +227,11 @@ def _who_holds_what(engine: Engine, kinds: Sequence[Sequence[UnitPlace]]) -> lis
     ranks = engine.mesh.shard.world_size
     each = f", in each of {engine.mesh.replicate.world_size} replicas" if engine.mesh.replicate.world_size > 1 else ""
     lines = [f"who holds what: ranks 0-{ranks - 1} of the shard group{each}" if ranks > 1 else "every rank holds all"]
+    meshes = {unit.fqn: unit.mesh for unit in engine.units}
     for kind in kinds if ranks > 1 else ():
-        name = _span([unit.fqn for unit in kind]) or "(root)"
-        lines.append(f"  unit {name}" + (f" (each of {len(kind)})" if len(kind) > 1 else ""))
+        name, own = _span([unit.fqn for unit in kind]) or "(root)", meshes[kind[0].fqn].shard.world_size
+        over = "" if own == ranks else f", of the {own} with the same experts" if own > 1 else ", each its own experts"
+        lines.append(f"  unit {name}" + (f" (each of {len(kind)})" if len(kind) > 1 else "") + over)
         unit = kind[0]
         several = _alike(unit.parameters, partial(_parameter_looks, unit))
         rows = [row for group in several for row in ([group] if len(group) >= ALIKE else [[p] for p in group])]

@@ -17,6 +17,7 @@ from shardwise.engine.extensions.secondary_shards import secondary_pieces
 from shardwise.engine.lookup import require_engine
 from shardwise.engine.setup.torch_patches import with_state
 from shardwise.fsdp.sharded_parameter import ShardedParameter, sharded_of
+from shardwise.fsdp.unit import by_mesh
 from shardwise.model_tools.activation_checkpointing import input_copies
 from shardwise.offload.offloaded_state import OffloadedState
 from shardwise.offload.state_store import StateStore
@@ -114,7 +115,7 @@ def _known(engine: CheckedEngine, model: nn.Module, state_bytes: int) -> dict[st
         "optimizer": state_bytes,
         "buffers": _held_bytes(model.buffers()),
         "temporaries": engine.reducer.scratch_bytes
-        + sum(getattr(group, "scratch_bytes", 0) for group in engine.mesh.groups)
+        + sum(getattr(group, "scratch_bytes", 0) for mesh in by_mesh(engine.units) for group in mesh.groups)
         + sum(getattr(optimizer, "exchange_bytes", 0) for optimizer in _optimizers(engine)),
         "other": sum(group.dtypes.compute.itemsize * len(group.leaves) for group in groups)
         + _held_bytes([*whole, *whole_gradients]),

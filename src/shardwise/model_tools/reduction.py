@@ -63,10 +63,11 @@ def sync_replicas(module: nn.Module, wanted: bool, recurse: bool = True) -> None
     too. Does nothing without replicas; if nothing is sharded, this is `sync_gradients`.
     """
     for engine, unit in _units(module, recurse):
-        if engine.mesh.shard.world_size == 1:
-            change_settings(engine, unit, now=wanted)
-        elif engine.mesh.replicate.world_size > 1:
+        has_replicas = unit.mesh.replicate.world_size > 1
+        if has_replicas and unit.mesh.shard.world_size > 1:
             change_settings(engine, unit, over_replicas=wanted)
+        elif has_replicas or engine.mesh.shard.world_size == 1:
+            change_settings(engine, unit, now=wanted)
 
 
 def reduce_waiting(module: nn.Module) -> None:

@@ -286,6 +286,11 @@ class WholeMatrixOptimizer(Optimizer):
         for parameter in self._matrices:
             if isinstance(parameter, ShardedParameter):
                 assert isinstance(parameter.unit, Unit)
+                if parameter.unit.mesh is not _mesh_of(parameter.unit):
+                    raise UsageError(
+                        f"{parameter.fqn!r} is a matrix of experts over ranks of their own (sw.mesh(ep=...)), which is "
+                        "not supported: use an elementwise optimizer such as AdamW for it"
+                    )
                 found.setdefault(parameter.unit, []).append(parameter)
         return found
 

@@ -114,6 +114,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tensor ranks": ("llama", 2, {"axes": {"tp": 2}, "tp_plan": "auto"}),
     "recomputed": ("llama", 2, {"recompute": True}),
     "not sharded": ("qwen3", 2, {"strategy": "no_shard"}),
+    "experts": ("mixtral", 2, {"axes": {"ep": 2}}),
     "gathered once": ("gpt2", 2, {"strategy": "shard_grad_op"}),
 }
 

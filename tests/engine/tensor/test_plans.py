@@ -123,8 +123,6 @@ def test_what_is_wrong_is_named() -> None:
         sw.shard(tied, mesh=mesh, tp_plan={"embed": RowwiseParallel(), "head": RowwiseParallel()})
     with pytest.raises(MeshError, match=r"sw.mesh\(dp_replicate=1, dp_shard=-1, cp=1, tp=3\): the product must be"):
         sw.mesh(tp=3)
-    with pytest.raises(MeshError, match=r"ep=2\): expert parallelism is not supported"):
-        sw.mesh(ep=2)
     with pytest.raises(ConfigError, match="tp=0"):
         sw.mesh(tp=0)
     mesh = sw.mesh(dp_replicate=2)

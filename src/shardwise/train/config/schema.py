@@ -648,7 +648,9 @@ class Config(Section):
             f'lora.base = "{self.lora.base}"': self.lora.base is not None,
         }
         with_cp = {f'model.task = "{self.model.task}"': self.model.task not in {None, DEFAULT}}
-        for axis, size, found in (("tp", parallel.tp, with_tp), ("cp", parallel.cp, with_cp)):
+        with_ep = {**with_tp, f"parallel.tp = {parallel.tp}": parallel.tp > 1}
+        for axis, found in (("tp", with_tp), ("cp", with_cp), ("ep", with_ep)):
+            size = getattr(parallel, axis)
             wrong = next((setting for setting, asked in {**found, **with_neither}.items() if asked), None)
             if size > 1 and wrong is not None:
                 raise ValueError(f"parallel.{axis} = {size} does not work with {wrong} yet: leave one of them out")
@@ -751,6 +753,12 @@ def _check_groups(parallel: ParallelConfig, data_ranks: int) -> None:
             )
     smaller = parallel.reshard_after_forward
     whole = (group or data_ranks) * parallel.cp
+    if whole % parallel.ep:
+        raise MeshError(
+            f"parallel.ep={parallel.ep} does not divide the shard group of {whole} ranks; use one of {divisors(whole)}"
+        )
+    if parallel.ep > 1 and smaller is not None and not isinstance(smaller, bool):
+        raise MeshError(f"parallel.reshard_after_forward={smaller} beside parallel.ep={parallel.ep}: use true or false")
     if smaller is not None and not isinstance(smaller, bool) and whole % smaller:
         raise MeshError(
             f"parallel.reshard_after_forward={smaller} does not divide the shard group of {whole} ranks; "
