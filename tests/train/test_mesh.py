@@ -413,5 +413,5 @@ def test_what_is_not_tensor_parallel_is_refused_before_ranks_start(asked: tuple[
 
 
 def test_experts_are_not_divided_beside_a_tensor_axis() -> None:
-    with pytest.raises(ConfigError, match="parallel.ep = 2 does not work with parallel.tp = 2 yet"):
+    with pytest.raises(ConfigError, match=r"parallel.ep = 2 does not work with parallel.tp = 2 yet"):
         load("tiny.toml", ["parallel.ep=2", "parallel.tp=2"])
