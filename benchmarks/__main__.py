@@ -27,6 +27,7 @@ BENCHMARKS = {
         "context_parallel",
         "tensor_parallel",
         "uneven_tensor",
+        "experts",
         "seeing",
         "hosts",
         "uneven",

@@ -135,3 +135,15 @@ def test_state_on_disk_is_measured_in_alternation(tmp_path: Path) -> None:
         assert all(rank["file_bytes"] > rank["ring_bytes"] > 0 for rank in on_disk)
     assert "losses that differ from those in memory: 0" in done.stdout
     assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_experts_over_ranks_are_compared_with_fsdp2_as_transformers_arranges_it(tmp_path: Path) -> None:
+    done = _run("experts", "--rounds", "1", "--steps", "2", "--layers", "1", "--out", str(tmp_path / "experts"))
+    assert done.returncode == 0, done.stderr
+    assert "PASS   greatest difference of the losses of the three" in done.stdout
+    everyone: Any = _result(tmp_path)["ranks"]
+    for rank in everyone:
+        held = [held for [held] in rank["held"].values()]
+        assert len(held) == 3
+        assert max(held) < 1.2 * min(held)

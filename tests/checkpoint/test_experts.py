@@ -95,11 +95,11 @@ def test_two_meshes_and_one_process(ranks: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_mesh_writes_the_same_bytes_and_reads_those_of_others(ranks: Any, tmp_path: Path) -> None:
     for name, (world_size, _, _) in MESHES.items():
-        ranks(world_size).run(_save, name, tmp_path / name)
+        ranks(world_size).run(_save, name, tmp_path / name, timeout_s=200)
         assert _bytes(tmp_path / name) == _bytes(tmp_path / "alone"), name
         sw.checkpoint.verify(tmp_path / name)
     for written, reader in itertools.product(("hybrid of 2 x 2", "without ep"), MESHES):
-        ranks(MESHES[reader][0]).run(_load, reader, tmp_path / written)
+        ranks(MESHES[reader][0]).run(_load, reader, tmp_path / written, timeout_s=200)
 
 
 def _pretrained(path: Path) -> None:

@@ -1,0 +1,151 @@
+"""Experts over ranks of their own: a step, a save and what a rank holds, beside transformers' arrangement over FSDP2.
+
+    python benchmarks experts                  # three minutes
+    python benchmarks experts --out experts    # and write the result
+
+All train the same Mixtral on 4 CPU ranks over gloo, in the same processes, in turn. Two of them send tokens to experts
+with transformers' own plan at ep=2: shardwise (`sw.mesh(ep=2)`), and FSDP2 as transformers arranges it (experts on
+their own mesh, gradients divided by hand). The third is shardwise without `ep`, which gathers all experts instead.
+Saves: `sw.checkpoint` beside torch's `distributed.checkpoint`, weights and AdamW's state, on the same disk. Bytes held
+are those of parameters' local tensors. Times are the slowest rank's.
+"""
+
+import argparse
+import os
+import shutil
+import tempfile
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import shardwise as sw
+from benchmarks.common import facts, own_ranks, report
+from benchmarks.common.target import Target, paired_ratio
+from benchmarks.steps.tensor_parallel import Run, _dcp_load, _dcp_save, _slowest
+
+RANKS, EXPERT_RANKS = 4, 2
+ROWS, LENGTH, VOCAB = 2, 128, 4096
+
+
+def _mixtral(layers: int) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def _theirs(model: Any) -> Any:
+    """Return the model as transformers arranges it (`apply_fully_sharded_data_parallelism`)."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    sizes = (RANKS // EXPERT_RANKS, EXPERT_RANKS, 1)
+    root = init_device_mesh("cpu", sizes, mesh_dim_names=("efsdp", "ep", "tp"))
+    data = root["efsdp", "ep"]._flatten("fsdp")
+    apply_expert_parallelism(model, root["ep"], root["tp"], model._expand_parallel_plan(model.ep_plan))
+    for layer in model.model.layers:
+        experts = fully_shard(layer.mlp.experts, mesh=root["efsdp"])
+        experts.set_gradient_divide_factor(float(RANKS))
+        experts.set_force_sum_reduction_for_comms(True)
+        fully_shard(layer, mesh=data)
+    return fully_shard(model, mesh=data)
+
+
+def _held_bytes(model: Any) -> int:
+    def local(parameter: Any) -> torch.Tensor:
+        return parameter.local if isinstance(parameter, sw.ShardedParameter) else parameter.to_local()
+
+    assert all(isinstance(p, (sw.ShardedParameter, DTensor)) for p in model.parameters())
+    return sum(local(parameter).nbytes for parameter in model.parameters())
+
+
+def _rank(layers: int, rounds: int, steps: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo")
+    runs = {
+        "shardwise, ep=2": Run(
+            sw.shard(_mixtral(layers), mesh=sw.mesh(ep=EXPERT_RANKS)), sw.checkpoint.save, sw.checkpoint.load
+        ),
+        "fsdp2, ep=2": Run(_theirs(_mixtral(layers)), _dcp_save, _dcp_load),
+        "shardwise, ep=1": Run(sw.shard(_mixtral(layers)), sw.checkpoint.save, sw.checkpoint.load),
+    }
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    found: dict[str, dict[str, list[float]]] = {
+        what: {name: [] for name in runs} for what in ("losses", "step", "save", "held")
+    }
+    with tempfile.TemporaryDirectory() as own:
+        place = [own]
+        dist.broadcast_object_list(place)
+        for turn in range(-1, rounds):  # the first one is not counted
+            batches = [torch.randint(VOCAB, (ROWS, LENGTH), generator=generator) for _ in range(steps)]
+            for name in list(runs) if turn % 2 else reversed(list(runs)):
+                run, path, losses = runs[name], f"{place[0]}/{name}-{turn}", found["losses"][name]
+                took_s = _slowest(lambda run=run, batches=batches, losses=losses: losses.extend(map(run.step, batches)))
+                saved_s = _slowest(lambda run=run, path=path: run.save(path))
+                if dist.get_rank() == 0:
+                    shutil.rmtree(path)
+                if turn >= 0:
+                    found["step"][name].append(took_s / steps)
+                    found["save"][name].append(saved_s)
+    for name, run in runs.items():
+        found["held"][name] = [_held_bytes(run.model)]
+    own_ranks.tell(found)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--rounds", type=int, default=7, help="of all (%(default)s)")
+    p.add_argument("--steps", type=int, default=4, help="steps in a round (%(default)s)")
+    p.add_argument("--layers", type=int, default=4, help="decoder layers (%(default)s)")
+    p.add_argument("--out", metavar="NAME", help="write NAME, dated, as JSON and markdown")
+    args = p.parse_args()
+    if own_ranks.is_rank():
+        _rank(args.layers, args.rounds, args.steps)
+        return
+    everyone = own_ranks.run(RANKS, SHARDWISE_COLLECTIVES="gloo")
+    found = everyone[0]
+    machine: dict[str, object] = facts.machine()
+    machine["load"] = f"{os.getloadavg()[0]:.0f}"
+    rows = [
+        [
+            name,
+            *(f"{1000 * median(found[what][name]):.0f}" for what in ("step", "save")),
+            f"{max(one['held'][name][0] for one in everyone) / 2**20:.2f}",
+        ]
+        for name in found["step"]
+    ]
+    ours, theirs, _ = found["step"]
+    apart = max(max(map(abs, (a - b, a - c))) for a, b, c in zip(*found["losses"].values(), strict=True))
+    targets = [
+        paired_ratio("step over FSDP2's, both at ep=2", found["step"][ours], found["step"][theirs], 1.0),
+        paired_ratio("save over DCP's, both at ep=2", found["save"][ours], found["save"][theirs], 0.6),
+        Target("greatest difference of the losses of the three", apart, 1e-3),
+    ]
+    text = "\n\n".join(
+        [
+            "# Experts over ranks of their own",
+            f"Mixtral of {args.layers} layers, width 256, 8 experts of 768, 2 for each token, fp32, on 4 CPU ranks "
+            f"over gloo; {args.rounds} rounds of {args.steps} steps of {ROWS} x {LENGTH} tokens on each rank, in turn.",
+            report.facts_line(machine),
+            report.table(["engine", "step, median ms", "save, median ms", "parameters on a rank, MiB, most"], rows),
+            "\n".join(f"- {target}" for target in targets),
+        ]
+    )
+    print(text)
+    if args.out:
+        report.write(args.out, {"machine": machine, "ranks": everyone}, text)
