@@ -62,7 +62,8 @@ def join(model: nn.Module, batches: Iterable[B], any_units: bool = False) -> Joi
 
     Every rank must iterate, and leave the loop alike. Whether others have a batch left travels with what ranks compare
     in each step anyway. In a step that compares nothing (inside `sw.no_sync` where weights are kept, or without the
-    model), it takes an exchange of its own. Raises UsageError if the model is not sharded.
+    model), it takes an exchange of its own. Raises UsageError if the model is not sharded, or its experts are over
+    ranks of their own, which would be sent the tokens of stand-ins.
     """
     return Joined(model, batches, any_units)
 
@@ -73,6 +74,12 @@ class Joined(Generic[B]):
     def __init__(self, model: nn.Module, batches: Iterable[B], any_units: bool = False) -> None:
         """Arguments as of `join`."""
         self._engines = engines_of(model)
+        for unit in (unit for engine in self._engines for unit in engine.units if unit.mesh is not engine.mesh):
+            raise UsageError(
+                f"sw.join of a model with {unit}, experts over ranks of their own (sw.mesh(ep=...)): a rank without a "
+                "batch would send its stand-in's tokens to others' experts, whose gradients would count them. Give "
+                "every rank as many batches, or leave ep out"
+            )
         self._batches = batches
         self._any_units = any_units
         self._is_iterating = False

@@ -122,6 +122,14 @@ def test_what_a_rank_holds_and_says() -> None:
     assert "tp=" not in text
     copied = [name for name in ("embed_tokens", "experts") if f"{name}" in text]
     assert copied == ["embed_tokens", "experts"]
+    assert expert.device_mesh.mesh_dim_names == ("efsdp", "ep")
+    assert len(expert.placements) == 2
+    prompts = [torch.arange(3 + dist.get_rank())]
+    answer = sw.generate(model.eval(), prompts, do_sample=False, max_new_tokens=3)[0].ids
+    plain = _build("mixtral").eval().generate(prompts[0][None], do_sample=False, max_new_tokens=3, pad_token_id=0)
+    assert answer == plain[0, len(prompts[0]) :].tolist()
+    with pytest.raises(UsageError, match=r"sw.join of a model with unit 'model.layers.0.mlp.experts', experts over"):
+        sw.join(model, [0])
     with sw.unsharded(model):
         whole = model.model.layers[0].mlp.experts.down_proj
         assert whole.shape == (4, 32, 48)

@@ -8,20 +8,23 @@ of all data ranks, so it is divided by their number, as every gradient is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.engine.extensions.tensor_parallel import TensorParallelGroup
+from shardwise.engine.extensions.tensor_parallel import TensorParallelGroup, TensorPlacement
 from shardwise.engine.setup.admission import check_not_transformers
 from shardwise.engine.setup.tensor_adapters import set_aside
 from shardwise.engine.setup.tensor_parallel import TensorParallelGroups, marking
 from shardwise.errors import ConfigError, LayoutError
 from shardwise.fsdp.engine import Engine
-from shardwise.fsdp.mesh import Mesh
+from shardwise.fsdp.mesh import Mesh, build_mesh
 from shardwise.fsdp.parameter_group import Dtypes, Group, Original
 from shardwise.fsdp.shard import Named, Seams, UnitPlan, dtypes_of, modules_below
+from shardwise.fsdp.sharded_parameter import Placement
+from shardwise.fsdp.strategy import Strategy
 from shardwise.modules.adapters import base_of
 from shardwise.modules.extended import is_tensor_parallel
 
@@ -61,6 +64,20 @@ def apply_plan(model: nn.Module, experts: DeviceMesh, tensor: DeviceMesh) -> Non
             raise ConfigError(f"{asked}: {error}") from None
 
 
+@dataclass(frozen=True, eq=False)
+class SameExperts(Mesh):
+    """The data ranks that hold the same experts as this one."""
+
+    axes: DeviceMesh | None = None
+    """Their axes and, as the last one, that of the ranks that hold different experts."""
+
+
+def same_experts(strategy: Strategy, axes: DeviceMesh) -> SameExperts:
+    """Make the groups of the ranks that hold the same experts. Every rank must call this. `axes`: those of the result."""
+    data = build_mesh(strategy, axes[tuple(axes.mesh_dim_names or ())[:-1]], None, None)
+    return SameExperts(data.shard, data.replicate, data.device, data.spans, axes=axes)
+
+
 def divide(seams: Seams, same_experts: Mesh, resharding: bool | int) -> None:
     """Let the experts of a model whose plan was applied be units of their own on these ranks."""
     if not isinstance(resharding, bool):
@@ -80,6 +97,18 @@ def experts_alone(model: nn.Module, chosen: Sequence[Named]) -> Sequence[Named]:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class ExpertPlacement(TensorPlacement):
+    """The place of a stack of experts, of which the shard group holds some."""
+
+    ranks: DeviceMesh = field(kw_only=True)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """`SameExperts.axes`."""
+        return self.ranks
+
+
 class ExpertGroup(TensorParallelGroup):
     """A group of parameters of experts."""
 
@@ -88,6 +117,16 @@ class ExpertGroup(TensorParallelGroup):
     def __init__(self, originals: Sequence[Original], dtypes: Dtypes, mesh: Mesh, align: int) -> None:
         self.mesh = mesh
         super().__init__(originals, dtypes, mesh.shard, align=align)
+
+    def placement_of(self, index: int) -> Placement:
+        """As the base class, with all axes that the experts are on."""
+        made = super().placement_of(index)
+        ranks = self.mesh.axes if isinstance(self.mesh, SameExperts) else None
+        if ranks is None:
+            return made
+        return ExpertPlacement(
+            self.layout, index, self.collectives, spec=self.specs[index], axes=self.axes, ranks=ranks
+        )
 
 
 class ExpertGroups(TensorParallelGroups):

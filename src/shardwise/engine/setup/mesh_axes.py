@@ -77,9 +77,8 @@ class Axes:
     context: DeviceMesh | None
     """The context axis, if it has more than one rank. It is part of `data`."""
     experts: DeviceMesh | None = None
-    """The axis whose ranks hold different experts, if there is one. It is part of `data`."""
-    same_experts: DeviceMesh | None = None
-    """The rest of `data`, in its order: ranks that hold the same experts."""
+    """`data` with its shard ranks divided into those that hold the same experts and, as the last axis, those that hold
+    different ones. None: all hold all experts."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh, strategy: Strategy) -> Axes:
@@ -93,21 +92,18 @@ class Axes:
         tensor = mesh[TENSOR] if TENSOR in names else None
         context = mesh[CONTEXT] if CONTEXT in names and mesh[CONTEXT].size() > 1 else None
         shards = mesh[SHARD] if context is None else mesh[SHARD, CONTEXT]._flatten(f"{SHARD}_{CONTEXT}")
-        size, experts, same = getattr(mesh, _EXPERT_RANKS, 1), None, shards
+        size, experts = getattr(mesh, _EXPERT_RANKS, 1), None
         if size > 1:
-            divided = shards._unflatten(0, (shards.size() // size, size), (SAME_EXPERTS, EXPERTS))
-            experts, same = divided[EXPERTS], divided[SAME_EXPERTS]
-
-        def with_experts(data: DeviceMesh, same_experts: DeviceMesh) -> Axes:
-            return cls(data, tensor, context, experts, None if experts is None else same_experts)
-
+            experts = shards._unflatten(0, (shards.size() // size, size), (SAME_EXPERTS, EXPERTS))
         if REPLICATE not in names:
-            return with_experts(shards, same)
+            return cls(shards, tensor, context, experts)
         if strategy.sharded and strategy.replicated:
-            data = [DeviceMesh._concatenate([mesh[REPLICATE], axis]) for axis in dict.fromkeys((shards, same))]
-            return with_experts(data[0], data[-1])
+            both = mesh[REPLICATE, SHARD] if context is None else DeviceMesh._concatenate([mesh[REPLICATE], shards])
+            if experts is not None:
+                experts = DeviceMesh._concatenate([mesh[REPLICATE], experts])
+            return cls(both, tensor, context, experts)
         if mesh[REPLICATE].size() == 1:
-            return with_experts(shards, same)
+            return cls(shards, tensor, context, experts)
         if shards.size() == 1 and not strategy.sharded:
             return cls(mesh[REPLICATE], tensor, context)
         raise MeshError(

@@ -30,7 +30,7 @@ from shardwise.engine.setup.planners import Blocks, GroupedUnit, Units, nesting,
 from shardwise.engine.setup.torch_patches import install
 from shardwise.errors import ConfigError, LayoutError, MeshError, UsageError
 from shardwise.fsdp import shard as shard_core
-from shardwise.fsdp.mesh import Mesh, build_mesh
+from shardwise.fsdp.mesh import Mesh
 from shardwise.fsdp.shard import Seams, UnitPlan
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.fsdp.strategy import LEAST_SLOTS, Precision, Strategy
@@ -194,14 +194,15 @@ def _divided(
     experts = None
     if axes is not None and axes.experts is not None:
         from shardwise.engine.setup.experts import apply_plan as divide_experts
+        from shardwise.engine.setup.experts import same_experts
 
         assert isinstance(mesh, DeviceMesh)
         if below := engines_by_name(model):
             raise UsageError(
                 f"{next(iter(below))!r} is sharded already: with sw.mesh(ep=...), shard the whole model in one call"
             )
-        divide_experts(model, axes.experts, mesh["tp"])
-        experts = build_mesh(strategy, axes.same_experts, None, None)
+        divide_experts(model, axes.experts["ep"], mesh["tp"])
+        experts = same_experts(strategy, axes.experts)
     return (mesh if axes is None else axes.data), over_tensor_axis, experts
 
 
