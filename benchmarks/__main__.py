@@ -26,6 +26,7 @@ BENCHMARKS = {
         "same_bits",
         "context_parallel",
         "tensor_parallel",
+        "tensor_bytes",
         "uneven_tensor",
         "experts",
         "seeing",

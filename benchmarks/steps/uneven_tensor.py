@@ -127,14 +127,14 @@ def _strided_shard(mesh: Any) -> list[float]:
     return local
 
 
-def _rank() -> None:
+def _rank(sizes: list[int]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo")
     mesh = sw.mesh(tp=2)
     with tempfile.TemporaryDirectory() as own:
         place = [own]
         dist.broadcast_object_list(place)
-        found = {engine: {size: _compared(size, engine, mesh, place[0]) for size in SIZES} for engine in ENGINES}
+        found = {engine: {size: _compared(size, engine, mesh, place[0]) for size in sizes} for engine in ENGINES}
         dist.barrier()
     own_ranks.tell({"found": found, "strided": _strided_shard(mesh)})
     dist.destroy_process_group()
@@ -142,15 +142,16 @@ def _rank() -> None:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="features between the layers (%(default)s)")
     p.add_argument("--out", metavar="NAME", help="write NAME, dated, as JSON and markdown")
     args = p.parse_args()
     if own_ranks.is_rank():
-        _rank()
+        _rank(args.sizes)
         return
     everyone = own_ranks.run(RANKS)
     rows, wrong = [], 0
     for engine in ENGINES:
-        for size in SIZES:
+        for size in args.sizes:
             of_ranks = [one["found"][engine][str(size)] for one in everyone]
             told = {what: ", ".join(sorted({one[what] for one in of_ranks})) for what in of_ranks[0]}
             rows.append([engine, str(size), *told.values()])

@@ -1,21 +1,22 @@
 """Counts the bytes that this rank sends, from outside the engine that sends them.
 
-Two independent counts:
+Independent counts:
 
 - `counting()` wraps the methods of c10d's `ProcessGroup` and `Backend` classes. Every function of
   `torch.distributed` ends in one of them, and so do engines that call a process group directly, so each
   operation is seen once. P2P sends count their actual bytes; a collective counts what its ring (or chain)
   algorithm must send per rank, whatever the backend really does.
+- `counting_functional()` watches what torch dispatches for functional collectives, which DTensors communicate by.
 - `loopback_sent_bytes()` reads the kernel's counter of the loopback interface, which sees what the backend
   really did, packet headers and other programs' traffic included.
 
-Operations issued from C++ do not pass through Python: those of DDP's reducer (count them through a Python
-communication hook that issues the same all_reduce) and functional collectives (DTensor redistribution). The
-ratio of the two counts shows whether something was missed.
+Operations issued from C++ do not pass through c10d's methods in Python: those of DDP's reducer (count them through a
+Python communication hook that issues the same all_reduce) and functional collectives. The ratio of the kernel's count
+to the others shows whether something was missed.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import wraps
@@ -25,7 +26,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, GradBucket, ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Wire:
@@ -34,19 +38,28 @@ class Wire:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self._sent: dict[str, Fraction] = {}
+        self._by_group: dict[ProcessGroup, Fraction] = {}
 
-    def add(self, operation: str, sent: Fraction | int) -> None:
+    def add(self, operation: str, sent: Fraction | int, group: ProcessGroup | None = None) -> None:
+        """Add a call's bytes. group: what it was called on, None if that is a backend."""
         self.calls[operation] += 1
         self._sent[operation] = self._sent.get(operation, Fraction(0)) + sent
+        if group is not None:
+            self._by_group[group] = self._by_group.get(group, Fraction(0)) + sent
 
     def reset(self) -> None:
-        self.calls.clear()
-        self._sent.clear()
+        for each in (self.calls, self._sent, self._by_group):
+            each.clear()
 
     @property
     def sent_bytes(self) -> dict[str, float]:
         """Bytes by operation; whole numbers unless a ring's chunks do not divide evenly."""
         return {name: float(sent) for name, sent in self._sent.items()}
+
+    def sent_over(self, ranks: Sequence[int]) -> float:
+        """Return the bytes sent over process groups of these ranks."""
+        found = (sent for group, sent in self._by_group.items() if dist.get_process_group_ranks(group) == list(ranks))
+        return float(sum(found, Fraction(0)))
 
     @property
     def total_sent_bytes(self) -> float:
@@ -172,7 +185,7 @@ def _counted(wire: Wire, name: str, method: Callable[..., Any]) -> Callable[...,
 
     @wraps(method)
     def call_and_count(group: Any, *args: Any, **kwargs: Any) -> Any:
-        wire.add(name, rule(_Call(group, args, kwargs)))
+        wire.add(name, rule(_Call(group, args, kwargs)), group if isinstance(group, ProcessGroup) else None)
         return method(group, *args, **kwargs)
 
     return call_and_count
@@ -198,6 +211,40 @@ def counting() -> Iterator[Wire]:
     finally:
         for owner, name, method in originals:
             setattr(owner, name, method)
+
+
+_FUNCTIONAL: dict[str, Callable[[Tensor, int], Fraction | int]] = {
+    "all_reduce": lambda given, ranks: Fraction(2 * (ranks - 1) * given.nbytes, ranks),
+    "all_gather_into_tensor": lambda given, ranks: (ranks - 1) * given.nbytes,
+    "reduce_scatter_tensor": lambda given, ranks: Fraction((ranks - 1) * given.nbytes, ranks),
+}
+_SENDS_NOTHING = {"wait_tensor", "_wrap_tensor_autograd"}
+
+
+class _Functional(TorchDispatchMode):
+    def __init__(self, wire: Wire) -> None:
+        super().__init__()
+        self._wire = wire
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # its local operations come here next
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "_c10d_functional" and name not in _SENDS_NOTHING:
+            group = _resolve_process_group(args[-1])
+            self._wire.add(name, _FUNCTIONAL[name](args[0], group.size()), group)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counting_functional(wire: Wire) -> Iterator[None]:
+    """Add what this process sends by functional collectives inside the context, backwards included.
+
+    Raises:
+        KeyError: for a functional collective that has no rule here.
+    """
+    with _Functional(wire):
+        yield
 
 
 def python_all_reduce_hook(group: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:

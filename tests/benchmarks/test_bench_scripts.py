@@ -147,3 +147,33 @@ def test_experts_over_ranks_are_compared_with_fsdp2_as_transformers_arranges_it(
         held = [held for [held] in rank["held"].values()]
         assert len(held) == 3
         assert max(held) < 1.2 * min(held)
+
+
+@pytest.mark.slow
+def test_each_axis_sends_what_the_formulas_say(tmp_path: Path) -> None:
+    done = _run("tensor_bytes", "--ranks=4", "--out", str(tmp_path / "tensor-bytes"))
+    assert done.returncode == 0, done.stderr + done.stdout
+    cases: Any = _result(tmp_path)["cases"]
+    assert [(case["case"]["strategy"], len(case["sent"])) for case in cases] == [
+        ("full_shard", 4),
+        ("shard_grad_op", 4),
+        ("hybrid_shard", 4),
+    ]
+    for case in cases:
+        expected = {axis: sent + case["control"][axis] for axis, sent in case["formula"].items()} | {"elsewhere": 0}
+        assert all(sent == expected for sent in case["sent"])
+        assert all(sent > 200_000 > 1_000 > case["control"][axis] for axis, sent in case["formula"].items())
+
+
+@pytest.mark.slow
+def test_sizes_that_a_mesh_does_not_divide_are_compared_with_one_process(tmp_path: Path) -> None:
+    done = _run("uneven_tensor", "--sizes", "3", "8", "--out", str(tmp_path / "uneven-tensor"))
+    assert done.returncode == 0, done.stderr
+    assert "PASS   sizes at which shardwise is wrong: 0" in done.stdout
+    everyone: Any = _result(tmp_path)["ranks"]
+    assert len(everyone) == 4
+    for rank in everyone:
+        assert list(rank["found"]) == ["FSDP2", "shardwise"]
+        assert list(rank["found"]["shardwise"]) == ["3", "8"]
+        ours = [*rank["found"]["shardwise"].values(), rank["found"]["FSDP2"]["8"]]
+        assert all(set(size.values()) == {"right"} and len(size) == 5 for size in ours)

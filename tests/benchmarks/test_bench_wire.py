@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from benchmarks.steps.wire import Wire, counting, loopback_sent_bytes, python_all_reduce_hook
+from benchmarks.steps.wire import Wire, counting, counting_functional, loopback_sent_bytes, python_all_reduce_hook
 
 RANKS = 2
 NUMEL = 6  # fp32, so 24 bytes
@@ -43,6 +46,14 @@ def _one_ddp_backward() -> None:
     model(_full()).backward()
 
 
+def _one_dtensor_step() -> None:
+    """Sum what ranks compute in parts: outputs in forward, in backward the gradient of the input, which is whole."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    given = DTensor.from_local(_full().requires_grad_(), mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+    summed = DTensor.from_local(given, mesh, [Partial()]).redistribute(mesh, [Replicate()])
+    summed.to_local().sum().backward()
+
+
 def _pieces() -> list[Tensor]:
     return [_full() for _ in range(RANKS)]
 
@@ -72,6 +83,13 @@ OPERATIONS: dict[str, tuple[Callable[[], object], tuple[float, float]]] = {
         lambda: _world()._get_backend(torch.device("cpu")).allreduce([_full()]).wait(),
         (24, 24),
     ),
+    "functional all_reduce": (lambda: functional.all_reduce(_full(), "sum", _world()).sum(), (24, 24)),
+    "functional all_gather": (lambda: functional.all_gather_tensor(_full(), 0, _world()).sum(), (24, 24)),
+    "functional reduce_scatter": (
+        lambda: functional.reduce_scatter_tensor(_double(), "sum", 0, _world()).sum(),
+        (24, 24),
+    ),
+    "DTensors": (_one_dtensor_step, (24 + 24, 24 + 24)),
     "barrier": (dist.barrier, (0, 0)),
     "DDP's hook": (_one_ddp_backward, (24, 24)),
 }
@@ -82,9 +100,10 @@ def _measure(rank: int, directory: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     sent: dict[str, float] = {}
     for name, (operation, _) in OPERATIONS.items():
-        with counting() as wire:
+        with counting() as wire, counting_functional(wire):
             operation()
         sent[name] = wire.total_sent_bytes
+        assert wire.sent_over(range(RANKS)) == (0 if "backend" in name else wire.total_sent_bytes)
     Path(directory, f"{rank}.json").write_text(json.dumps(sent))
     dist.barrier()
     dist.destroy_process_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from shardwise.train import trainer
 from shardwise.train.config.files import load
 from shardwise.train.data.batches import Batches
 from shardwise.train.loss import RecentLosses
+from tests.engine.tensor.rig import forget_meshes
 from tests.ranks import RankPools
 from tests.train.rig import furnish, read, train
 
@@ -144,7 +145,7 @@ def test_a_run_stops_before_the_step_is_taken(folder: Path, ranks: RankPools, wh
         assert "training has diverged; " in error
         assert "; lower train.lr (0.01)" in error
         assert (
-            "all activations and gradients are finite" if what == "loss" else "it began in the gradient of"
+            "all activations and gradients are finite" if what == "loss" else "it began in the sum over ranks and"
         ) in error
         assert error.endswith('train.on_nonfinite = "skip"; weights and optimizer state are those of step 2')
     newest = latest("runs/tiny")
@@ -214,8 +215,11 @@ def test_skipping_needs_a_norm() -> None:
         load("tiny.toml", [SKIP, "train.optimizer_in_backward=true", "train.clip=0", "train.global_batch=2"])
 
 
-def nan_in(model: torch.nn.Module, place: str) -> None:
-    """Make the output of a module NaN in its fifth call, the third step's first, on the last rank."""
+Plant = Callable[[torch.nn.Module], None]
+
+
+def nan_in(place: str, model: torch.nn.Module) -> None:
+    """Make the output of a module NaN from its fifth call on, the first of the second or third step."""
     calls = [0]
 
     def hook(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -225,28 +229,87 @@ def nan_in(model: torch.nn.Module, place: str) -> None:
     model.get_submodule(place).register_forward_hook(hook)
 
 
-def diverge_here(folder: Path, place: str) -> str:
+def nan_in_input(place: str, model: torch.nn.Module) -> None:
+    """Make what a module is given NaN, between it and the modules that ended before."""
+    model.get_submodule(place).register_forward_pre_hook(lambda module, args: (args[0] * math.nan,))
+
+
+def nan_in_backward(place: str, model: torch.nn.Module) -> None:
+    """Make the gradient of the output of a module NaN."""
+
+    def hook(module: torch.nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda grad: grad * math.nan)
+
+    model.get_submodule(place).register_forward_hook(hook)
+
+
+def nan_in_weights(place: str, model: torch.nn.Module) -> None:
+    """Make the first number of the piece of a parameter that the rank holds NaN."""
+    held: Any = model.get_parameter(place)
+    held.local.view(-1)[0] = math.nan
+
+
+def diverge_here(folder: Path, plant: Plant, at: int, *overrides: str) -> str:
+    """Train with a NaN planted in the sharded model of one rank. Returns the error."""
     shard = trainer.Trainer._shard
 
     def sharded(self: trainer.Trainer, model: torch.nn.Module) -> torch.nn.Module:
         found = shard(self, model)
-        if self.ranks.rank == self.ranks.world_size - 1:
-            nan_in(found, place)
+        if self.ranks.rank == at:
+            plant(found)
         return found
 
+    forget_meshes()
     with (
         contextlib.chdir(folder),
         mock.patch.object(trainer.Trainer, "_shard", sharded),
         pytest.raises(UserError) as error,
     ):
-        trainer.run(load("tiny.toml", SHORT))
+        trainer.run(load("tiny.toml", [*SHORT, *overrides]))
     return str(error.value)
 
 
 @pytest.mark.parametrize("place", ["model.layers.1.mlp.down_proj", "model.layers.0"])
 def test_the_first_module_with_a_number_that_is_not_finite_is_named(folder: Path, ranks: RankPools, place: str) -> None:
-    for error in ranks(2).run(diverge_here, folder, place, timeout_s=120):
+    for error in ranks(2).run(diverge_here, folder, partial(nan_in, place), 1, timeout_s=120):
         assert f"it began in the output of {place}, micro-batch 1, rank 1" in error
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_rank_whose_backward_had_it_is_named_and_not_one_that_holds_the_sum(
+    folder: Path, ranks: RankPools, at: int
+) -> None:
+    plant = partial(nan_in_backward, "model.layers.1.mlp.up_proj")
+    for error in ranks(2).run(diverge_here, folder, plant, at, timeout_s=120):
+        assert f"it began in the gradient of model.layers.1.mlp.up_proj.weight, micro-batch 1, rank {at}" in error
+
+
+MLP = "model.layers.1.mlp"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        # Column-wise: the other ranks of the axis have it from the sum in down_proj, the next module but two.
+        (partial(nan_in, f"{MLP}.up_proj"), f"the output of {MLP}.up_proj"),
+        # Row-wise: all ranks of the axis have it in the output of the same module.
+        (partial(nan_in_input, f"{MLP}.down_proj"), f"what {MLP}.down_proj was given"),
+        (partial(nan_in_weights, f"{MLP}.down_proj.weight"), f"the weights: {MLP}.down_proj.weight"),
+        # The gradient of up_proj's input is summed over the axis.
+        (partial(nan_in_backward, f"{MLP}.up_proj"), f"the gradient of {MLP}.up_proj.weight"),
+    ],
+    ids=["columns", "rows", "weights", "backward"],
+)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_rank_of_a_tensor_axis_that_had_it_first_is_named(
+    folder: Path, ranks: RankPools, world_size: int, plant: Any, words: str
+) -> None:
+    at = world_size - 1
+    of_weights = plant.func is nan_in_weights
+    named = 1 if of_weights else at  # whole parts are gathered on ranks 1 and 3
+    for error in ranks(world_size).run(diverge_here, folder, plant, at, "parallel.tp=2", timeout_s=120):
+        assert f"it began in {words}, micro-batch 1, rank {named}" in error
 
 
 def spike_here(folder: Path, *overrides: str) -> tuple[list[int], str]:

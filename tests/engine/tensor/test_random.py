@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
 import shardwise as sw
+from tests import device
 from tests.engine.rig import on_ranks
 from tests.engine.tensor.rig import VOCAB, WIDTH, Model, forget_meshes, loss_of
 from tests.ranks import RankPools
@@ -128,6 +131,60 @@ def _recomputes(stops_in_region: bool) -> None:
         loss_of(model, tokens).backward()
         found.append([p.grad.full_tensor() for p in model.parameters() if p.requires_grad])
     assert all(torch.equal(kept, again) for kept, again in zip(*found, strict=True))
+
+
+def _cut_before(model: Model) -> None:
+    mesh = init_device_mesh(device.kind(), (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    plan = {"blocks.*.up": ColwiseParallel(use_local_output=False), "blocks.*.down": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    sw.shard(model, mesh=mesh["dp_shard"])
+
+
+def _cut_along_the_sequence(model: Model) -> None:
+    whole, along = Replicate(), Shard(1)
+    plan = {
+        "embed": RowwiseParallel(input_layouts=whole, output_layouts=along),
+        "blocks.*.up": ColwiseParallel(input_layouts=along, use_local_output=False),
+        "blocks.*.down": RowwiseParallel(output_layouts=along),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=along, output_layouts=whole),
+    }
+    sw.shard(model, mesh=sw.mesh(tp=2), tp_plan=plan)
+
+
+@pytest.mark.parametrize("cut", [_cut_before, _cut_along_the_sequence])
+def test_ranks_go_on_alike_after_dropout_of_parts_of_different_sizes(ranks: RankPools, cut: Any) -> None:
+    ranks(2).run(_drops_from_uneven_parts, cut)
+
+
+def _drops_from_uneven_parts(cut: Any) -> None:
+    """Of 23 features a rank has 12, the other 11. If their states went apart, so would replicated parameters."""
+    tokens = torch.arange(32).view(4, 8) % VOCAB
+    losses: list[list[float]] = []
+    for recompute in (False, True):
+        forget_meshes()
+        torch.manual_seed(0)
+        model = Model(23, recompute=recompute)
+        model.blocks = nn.ModuleList(DropoutBlock(23) for _ in range(3))
+        cut(model)
+        masks: list[Tensor] = []
+        model.blocks[2].outer.register_forward_hook(partial(_keep, masks))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        torch.manual_seed(1)
+        losses.append([])
+        for _ in range(3):
+            loss = loss_of(model, tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch.equal(*_by_rank(torch.get_rng_state()))
+            losses[-1].append(loss.item())
+        assert torch.equal(*_by_rank(torch.stack(masks)))
+        assert not torch.equal(masks[0], masks[-1])
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "down.bias" in name:
+                assert torch.equal(*_by_rank(parameter.local)), name
+    assert losses[0] == losses[1], "recomputation draws the same again"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

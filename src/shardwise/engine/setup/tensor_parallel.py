@@ -33,7 +33,7 @@ from shardwise.engine.setup.admission import LOADED, check_not_transformers
 from shardwise.engine.setup.agreement import agree_on_values
 from shardwise.engine.setup.materialisers import SameRandomState
 from shardwise.engine.setup.tensor_adapters import place, set_aside
-from shardwise.engine.setup.tensor_random import RandomRegions
+from shardwise.engine.setup.tensor_random import EvenDraws, RandomRegions
 from shardwise.errors import ConfigError, LayoutError, MeshError
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.mesh import Mesh
@@ -191,11 +191,12 @@ def _divide_random_numbers(
     model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Any], undivided: Sequence[nn.Module]
 ) -> None:
     """Let ranks draw differently between column-wise and row-wise layers, and equally elsewhere and in the modules
-    `undivided`. Plans that cut the activations between blocks, along the sequence, are left alone."""
+    `undivided`. With plans that cut the activations between blocks, along the sequence, they draw alike everywhere."""
     kinds: dict[str, list[str]] = {"begins": [], "ends": []}
     modules = {name for name, _ in model.named_modules()}
     for name, style in styles.items():
         if style == "sequence_parallel" or isinstance(style, SequenceParallel):
+            _draw_evenly(model)
             return
         if name not in modules:
             continue
@@ -209,6 +210,19 @@ def _divide_random_numbers(
         ):
             kinds["ends"].append(name)
     RandomRegions(mesh).watch(model, **kinds, undivided=undivided)
+
+
+def _draw_evenly(model: nn.Module) -> None:
+    """Let ranks draw alike in a model whose DTensors have parts of different sizes; others draw as much on each."""
+    dtensors: list[Any] = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    uneven = [dtensor.device_mesh for dtensor in dtensors if _is_uneven(dtensor)]
+    if uneven:
+        EvenDraws(uneven[0]).watch(model)
+
+
+def _is_uneven(dtensor: DTensor) -> bool:
+    cut = ((how, dtensor.device_mesh.size(axis)) for axis, how in enumerate(dtensor.placements) if how.is_shard())
+    return any(dtensor.shape[how.dim] % ranks for how, ranks in cut)  # type: ignore[attr-defined]
 
 
 def _apply_transformers(model: Any, mesh: DeviceMesh, plan: Mapping[str, str]) -> Mapping[str, Any]:
@@ -254,6 +268,7 @@ def _check_heads(model: Any, size: int) -> None:
 def over_axis(model: nn.Module, mesh: DeviceMesh | None) -> Iterator[None]:
     """A context to shard a tensor-parallel model in. Ranks of `mesh`, the tensor axis, get its rank 0's values, and
     draw the same ones for what is on the meta device; None: the caller has seen to that."""
+    _draw_evenly(model)  # of one that was cut before
     if mesh is None:
         yield
     else:
