@@ -86,7 +86,7 @@ def index() -> None:
 @pytest.mark.usefixtures("index")
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_pip_resolves_the_wheel_with_an_extra(extra: str, wheel: Path, tmp_path: Path) -> None:
-    """Under the pins, and nothing that is not pinned comes along. What is installed here already is not fetched again."""
+    """Under the pins, and all that comes along is pinned. What is installed here already is not fetched again."""
     found = tmp_path / "report.json"
     ask = ["--dry-run", "--quiet", "-c", str(ROOT / "constraints.txt"), "--report", str(found)]
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
