@@ -1,24 +1,22 @@
 """Which features of docs/compare.md FSDP1, FSDP2, DeepSpeed and Megatron-FSDP have on two or four CPU ranks over gloo.
 
-    python benchmarks compare                                   # half an hour; DeepSpeed and Megatron-FSDP if installed
+    python benchmarks compare                                   # 15 minutes; DeepSpeed and Megatron-FSDP if installed
     python benchmarks compare --only weights --peers fsdp1
     python benchmarks compare --out compare                     # and write results/DATE-compare.*
 
 Each cell is a job of its own, whose ranks no launcher ends: what each found or said last is the answer, or that ranks
 still waited. A tiny GPT is trained in fp32 and compared with an unsharded one. Saves of a larger one are killed at
-three moments, on all ranks and on rank 1 alone; a fresh job then loads what the engine takes for the newest step.
+five moments, on all ranks and on rank 1 alone; a fresh job then loads what the engine takes for the newest step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -28,7 +26,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks import program
 from benchmarks.common import facts, launch, report
 from benchmarks.steps.engines import missing
 
@@ -54,9 +51,10 @@ CELLS: dict[str, tuple[str, ...]] = {
 FOUR_RANKS = ("tensor", "pipeline")
 FAULTS = ("skips_a_unit", "dies", "skips_a_step")
 PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron_fsdp"}
-MOMENTS = (0.2, 0.6, 0.95)
+MOMENTS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Of a save's time, after which it is killed."""
-MOST_S, FAULT_S = 120.0, 30.0
+FORKS = multiprocessing.get_context("forkserver")
+MOST_S, FAULT_S = 240.0, 30.0
 """Ranks that are left are killed after so long, in all and after a fault."""
 
 
@@ -73,26 +71,29 @@ class Ended:
 
 
 class Ranks:
-    """The processes of a job, which end by themselves or are killed here."""
+    """The processes of a job, which end by themselves or are killed here. They are forked from one that has imported
+    the engines, which takes longer than most jobs."""
 
     def __init__(self, trial: str, peer: str, directory: Path) -> None:
         self.directory, self.size = directory, 4 if trial in FOUR_RANKS else 2
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        command = [sys.executable, *program("compare"), "--rank", trial, peer, str(directory)]
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(self.size)}
-        self.processes = []
-        for rank in range(self.size):
-            env = launch.environment(**job, RANK=str(rank), LOCAL_RANK=str(rank))
-            with (directory / f"said-{rank}").open("wb") as said:
-                self.processes.append(subprocess.Popen(command, env=env, stdout=said, stderr=said))
+        self.processes = [
+            FORKS.Process(
+                target=work, args=(trial, peer, directory, {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            )
+            for rank in range(self.size)
+        ]
+        for process in self.processes:
+            process.start()
 
     def running(self) -> list[int]:
-        return [rank for rank, process in enumerate(self.processes) if process.poll() is None]
+        return [rank for rank, process in enumerate(self.processes) if process.is_alive()]
 
     def kill(self, ranks: list[int]) -> None:
         for rank in ranks:
-            self.processes[rank].send_signal(signal.SIGKILL)
+            self.processes[rank].kill()
 
     def end(self, most_s: float = MOST_S) -> Ended:
         """Wait for all, most seconds at most and `FAULT_S` after a fault, then kill those that are left."""
@@ -104,7 +105,7 @@ class Ranks:
         ended, left = time.time(), self.running()
         self.kill(left)
         for process in self.processes:
-            process.wait()
+            process.join()
         started = float(begun.read_text()) if begun.exists() else ended
         return Ended(
             [self._found(rank) for rank in range(self.size)],
@@ -139,7 +140,7 @@ def verdict(ended: Ended) -> tuple[bool, str]:
     if len(found) == len(ended.found):
         return all(right for right, _ in found), found[0][1]
     if ended.waited:
-        return False, f"rank {ended.waited[0]} still waited after {MOST_S:.0f} s"
+        return False, f"rank {ended.waited[0]} had not ended after {MOST_S:.0f} s"
     return False, next(said for said, one in zip(ended.said, ended.found, strict=True) if one is None)
 
 
@@ -183,14 +184,19 @@ def kill_a_save(peer: str, directory: Path, victims: list[int], moment: float) -
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def work(trial: str, peer: str, directory: Path) -> None:
+def work(trial: str, peer: str, directory: Path, environment: dict[str, str]) -> None:
     """On each rank."""
     from benchmarks.compare.trials import TRIALS
 
+    os.environ.update(environment)
+    rank = environment["RANK"]
+    said = os.open(directory / f"said-{rank}", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(said, stream)
     dist.init_process_group("gloo")
     found = TRIALS[trial](peer, directory)
     dist.barrier()
-    (directory / f"found-{dist.get_rank()}.json").write_text(json.dumps(found))
+    (directory / f"found-{rank}.json").write_text(json.dumps(found))
     with suppress(RuntimeError):
         dist.destroy_process_group()
 
@@ -219,15 +225,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(CELLS), default=list(CELLS))
     parser.add_argument("--peers", nargs="+", choices=sorted({peer for peers in CELLS.values() for peer in peers}))
     parser.add_argument("--out", help="write results/DATE-OUT.md and .json")
-    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank:
-        trial, peer, directory = options.rank
-        work(trial, peer, Path(directory))
-        return 0
     skipped = {peer: missing(package) for peer, package in PACKAGES.items()}
     for line in filter(None, skipped.values()):
         print(line)
+    os.environ.update(launch.environment())
+    FORKS.set_forkserver_preload(
+        ["benchmarks.compare.trials", *(PACKAGES[peer] for peer in PACKAGES if not skipped[peer])]
+    )
     rows = []
     for trial in options.only:
         for peer in CELLS[trial]:

@@ -27,7 +27,7 @@ def test_every_cell_has_a_trial_and_an_engine() -> None:
         (Ended([DONE, DONE], ["", ""], [], 0.0), True, "29 of 29 tensors equal"),
         (Ended([DONE, (False, "")], ["", ""], [], 0.0), False, "29 of 29 tensors equal"),
         (Ended([DONE, None], ["", "ValueError: no"], [], 0.0), False, "ValueError: no"),
-        (Ended([None, None], ["nothing", "nothing"], [0, 1], 0.0), False, "rank 0 still waited after 120 s"),
+        (Ended([None, None], ["nothing", "nothing"], [0, 1], 0.0), False, "rank 0 had not ended after 240 s"),
     ],
 )
 def test_a_cell_is_right_if_it_is_so_on_every_rank(ended: Ended, right: bool, words: str) -> None:
