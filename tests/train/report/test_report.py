@@ -287,12 +287,23 @@ def test_names_of_curves_stay_in_the_picture() -> None:
     shown = chart("a", "A", "", [trace([1, 2], [1.0, 2.0]) | {"name": name} for name in names])
     assert shown is not None
     drawn = picture(shown)
-    placed = re.findall(r'<text x="(\d+)" y="(\d+)">([^<]+)<', drawn)
+    placed = re.findall(r'class="name" x="(\d+)" y="(\d+)">([^<]+)<', drawn)
     assert [name for _, _, name in placed] == names
     assert [y for _, y, _ in placed] == ["16", "16", "32", "32"]
-    assert all(float(x) + 6.5 * len(name) <= 560 for x, _, name in placed)
+    assert all(float(x) + 6.5 * len(name) <= 500 for x, _, name in placed)
     highest = min(float(y) for y in re.findall(r'class="grid" d="M[\d.]+ ([\d.]+)', drawn))
     assert highest > 32  # below the names
+
+
+def test_names_of_curves_have_their_marks() -> None:
+    """A dotted line with a dot, beside that of the curve without."""
+    held_out = trace([1, 2], [1.0, 2.0]) | {"name": "held out", "mode": "lines+markers"}
+    held_out["line"] = {**held_out["line"], "dash": "dot"}
+    shown = chart("a", "A", "", [trace([1, 2], [1.0, 2.0]), held_out])
+    assert shown is not None
+    plain, dotted = picture(shown).split('class="name"')[:2]
+    assert plain.count("stroke-dasharray") == 1  # the curve's
+    assert dotted.count("stroke-dasharray") == dotted.count("<circle") == 1
 
 
 def test_the_table_of_memory_has_what_was_planned_and_what_the_fullest_rank_held(tmp_path: Path) -> None:
