@@ -1,8 +1,8 @@
 """Photograph the report of a run for docs/reports.md: beside another run, on a phone, in dark mode.
 
-`python tools/photograph_report.py RUN OTHER` writes docs/pictures/report-beside.png, report-phone.png and
-report-dark.png, with chromium and Pillow. The runs of the pictures there are the quickstart's, `make train`, and the
-same with twice its learning rate and half its steps.
+`python tools/photograph_report.py runs/quickstart runs/short` writes report-beside.png, report-phone.png and
+report-dark.png into docs/pictures, with chromium and Pillow. The runs are `shardwise train quickstart`, and the same
+with `log.name=short train.steps=100`.
 """
 
 import os

@@ -313,6 +313,22 @@ def test_the_table_of_memory_has_what_was_planned_and_what_the_fullest_rank_held
     assert "a step takes 0.5 s, and was planned to take 0.4 s, 25% of it waiting for communication" in page
 
 
+WIDTHS = """
+  const table = document.querySelector("#memory .wide");
+  return {cut: table.scrollWidth - table.clientWidth, width: table.clientWidth, of: table.parentElement.clientWidth};
+"""
+
+
+@in_browser
+@pytest.mark.parametrize("several", [False, True])
+def test_the_table_of_memory_is_not_cut_where_there_is_room(several: bool, tmp_path: Path) -> None:
+    """Of one run it is as wide as a chart, of two, with what was planned, as the page."""
+    run, other = (RunLog.read(made_up(tmp_path / name, rows(30), planned=PLANNED)) for name in ("run", "other"))
+    found = opened(page_html(run, other if several else None), WIDTHS, tmp_path, width=1180)
+    assert found["cut"] == 0
+    assert (found["width"] == found["of"]) == several
+
+
 def test_throughput_is_in_the_unit_of_the_run(tmp_path: Path) -> None:
     made = made_up(tmp_path / "run", rows(3))
     config = (made / "config.toml").read_text()
