@@ -44,6 +44,7 @@ BENCHMARKS = {
         "exposed_changes",
     ),
     "less_memory": ("offload", "offload_15b", "less_state", "few_bits", "lora_memory", "whole_matrix", "generate"),
+    "compare": ("compare",),
     "doors": ("integrations", "fsdp2_tests", "torchtitan_llama", "jax_step", "hub", "export", "missions"),
     "accelerator": ("gpu",),
 }

@@ -287,12 +287,23 @@ def test_names_of_curves_stay_in_the_picture() -> None:
     shown = chart("a", "A", "", [trace([1, 2], [1.0, 2.0]) | {"name": name} for name in names])
     assert shown is not None
     drawn = picture(shown)
-    placed = re.findall(r'<text x="(\d+)" y="(\d+)">([^<]+)<', drawn)
+    placed = re.findall(r'class="name" x="(\d+)" y="(\d+)">([^<]+)<', drawn)
     assert [name for _, _, name in placed] == names
     assert [y for _, y, _ in placed] == ["16", "16", "32", "32"]
-    assert all(float(x) + 6.5 * len(name) <= 560 for x, _, name in placed)
+    assert all(float(x) + 6.5 * len(name) <= 500 for x, _, name in placed)
     highest = min(float(y) for y in re.findall(r'class="grid" d="M[\d.]+ ([\d.]+)', drawn))
     assert highest > 32  # below the names
+
+
+def test_names_of_curves_have_their_marks() -> None:
+    """A dotted line with a dot, beside that of the curve without."""
+    held_out = trace([1, 2], [1.0, 2.0]) | {"name": "held out", "mode": "lines+markers"}
+    held_out["line"] = {**held_out["line"], "dash": "dot"}
+    shown = chart("a", "A", "", [trace([1, 2], [1.0, 2.0]), held_out])
+    assert shown is not None
+    plain, dotted = picture(shown).split('class="name"')[:2]
+    assert plain.count("stroke-dasharray") == 1  # the curve's
+    assert dotted.count("stroke-dasharray") == dotted.count("<circle") == 1
 
 
 def test_the_table_of_memory_has_what_was_planned_and_what_the_fullest_rank_held(tmp_path: Path) -> None:
@@ -300,6 +311,22 @@ def test_the_table_of_memory_has_what_was_planned_and_what_the_fullest_rank_held
     row = page.split("optimizer state</td>")[1].split("</tr>")[0]
     assert row == '<td class="n">4.0 MiB</td><td class="n">10.0 MiB</td>'
     assert "a step takes 0.5 s, and was planned to take 0.4 s, 25% of it waiting for communication" in page
+
+
+WIDTHS = """
+  const table = document.querySelector("#memory .wide");
+  return {cut: table.scrollWidth - table.clientWidth, width: table.clientWidth, of: table.parentElement.clientWidth};
+"""
+
+
+@in_browser
+@pytest.mark.parametrize("several", [False, True])
+def test_the_table_of_memory_is_not_cut_where_there_is_room(several: bool, tmp_path: Path) -> None:
+    """Of one run it is as wide as a chart, of two, with what was planned, as the page."""
+    run, other = (RunLog.read(made_up(tmp_path / name, rows(30), planned=PLANNED)) for name in ("run", "other"))
+    found = opened(page_html(run, other if several else None), WIDTHS, tmp_path, width=1180)
+    assert found["cut"] == 0
+    assert (found["width"] == found["of"]) == several
 
 
 def test_throughput_is_in_the_unit_of_the_run(tmp_path: Path) -> None:

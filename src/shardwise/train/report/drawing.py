@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-_WIDTH, _HEIGHT = 560, 272
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 534, 26, 236
-"""The picture, and the box in it that axes enclose."""
+_WIDTH, _HEIGHT = 500, 272
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 478, 26, 236
+"""The picture, and the box in it that axes enclose. On a phone it is drawn at two thirds, so it is no wider."""
+_NAMES_LEFT = 20
 _TICKS = 5
 _DECADES = 2
 """A logarithmic axis shorter than this has ticks between powers of ten."""
@@ -76,8 +77,8 @@ def picture(chart: Mapping[str, Any]) -> str:
     for trace, points in reversed([*zip(traces, drawn, strict=True)]) if stacks else zip(traces, drawn, strict=True):
         parts += _curve(trace, points, across, up)
     for x, y, trace in names:
-        parts.append(f'<path class="line" d="M{x:.0f} {y - 4}h16" stroke="{trace["line"]["color"]}" stroke-width="2"/>')
-        parts.append(f'<text x="{x + 20:.0f}" y="{y}">{escape(trace["name"])}</text>')
+        parts += _marks(trace, [f"{at:.0f} {y - 4}" for at in (x, x + 16)], [f"{x + 8:.0f} {y - 4}"])
+        parts.append(f'<text class="name" x="{x + 20:.0f}" y="{y}">{escape(trace["name"])}</text>')
     body = "".join(parts)
     title = escape(chart["title"])
     return f'<svg class="still" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">{body}</svg>'
@@ -115,7 +116,6 @@ def _axes(across: _Axis, up: _Axis, layout: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _curve(trace: Mapping[str, Any], points: Points, across: _Axis, up: _Axis) -> Iterator[str]:
-    line = trace["line"]
     places = [None if y is None else f"{across.at(x):.1f} {up.at(y):.1f}" for x, y in points]
     if "stackgroup" in trace:
         left, right = across.at(points[0][0]), across.at(points[-1][0])
@@ -123,6 +123,12 @@ def _curve(trace: Mapping[str, Any], points: Points, across: _Axis, up: _Axis) -
         ground = f"{up.at(0.0):.1f}"
         yield f'<path d="M{left:.1f} {ground}L{edge}L{right:.1f} {ground}Z" fill="{trace["fillcolor"]}"/>'
         return
+    yield from _marks(trace, places, [place for place in places if place is not None])
+
+
+def _marks(trace: Mapping[str, Any], places: Sequence[str | None], marked: Sequence[str]) -> Iterator[str]:
+    """Yield a curve's line through places, broken at None, and its markers, as far as it has them."""
+    line = trace["line"]
     if "lines" in trace["mode"]:
         steps = " ".join(
             f"{'L' if at and places[at - 1] is not None else 'M'}{place}" for at, place in enumerate(places) if place
@@ -130,18 +136,18 @@ def _curve(trace: Mapping[str, Any], points: Points, across: _Axis, up: _Axis) -
         dots = ' stroke-dasharray="2 3"' if line.get("dash") else ""
         yield f'<path class="line" d="{steps}" stroke="{line["color"]}" stroke-width="{line["width"]}"{dots}/>'
     if "markers" in trace["mode"]:
-        for x, y in points:
-            if y is not None:
-                yield f'<circle cx="{across.at(x):.1f}" cy="{up.at(y):.1f}" r="3" fill="{line["color"]}"/>'
+        for place in marked:
+            x, y = place.split()
+            yield f'<circle cx="{x}" cy="{y}" r="3" fill="{line["color"]}"/>'
 
 
 def _names(traces: Sequence[Mapping[str, Any]]) -> list[tuple[float, int, Mapping[str, Any]]]:
     """Return where the name of each curve begins (x, y), in as many lines as the picture's width needs."""
-    placed, x, y = [], float(_LEFT), _LINE
+    placed, x, y = [], float(_NAMES_LEFT), _LINE
     for trace in traces:
         width = 20 + _LETTER * len(trace["name"])
-        if x > _LEFT and x + width > _WIDTH:
-            x, y = float(_LEFT), y + _LINE
+        if x > _NAMES_LEFT and x + width > _WIDTH:
+            x, y = float(_NAMES_LEFT), y + _LINE
         placed.append((x, y, trace))
         x += width + 14
     return placed
