@@ -73,7 +73,7 @@ class SameExperts(Mesh):
 
 
 def same_experts(strategy: Strategy, axes: DeviceMesh) -> SameExperts:
-    """Make the groups of the ranks that hold the same experts. Every rank must call this. `axes`: those of the result."""
+    """Make the groups of the ranks that hold the same experts. Every rank must call this. `axes`: as the result's."""
     data = build_mesh(strategy, axes[tuple(axes.mesh_dim_names or ())[:-1]], None, None)
     return SameExperts(data.shard, data.replicate, data.device, data.spans, axes=axes)
 
