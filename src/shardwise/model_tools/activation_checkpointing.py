@@ -67,8 +67,9 @@ def checkpoint_units(model: nn.Module, mode: str, copies: Copies | None = None) 
 
 
 def blocks_of(units: list[Unit]) -> list[Unit]:
-    """Return the units with submodules, except the root."""
-    return [unit for unit in units if unit.ancestors and next(unit.module.children(), None) is not None]
+    """Return the units with submodules, except the root and experts on ranks of their own, which are inside blocks."""
+    candidates = [unit for unit in units if unit.ancestors and unit.mesh is units[0].mesh]
+    return [unit for unit in candidates if next(unit.module.children(), None) is not None]
 
 
 def input_copies(units: Sequence[Unit]) -> list[Copies]:

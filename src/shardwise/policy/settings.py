@@ -310,6 +310,14 @@ class RunSettings(ShardSettings):
         key="parallel.tp",
         least=1,
     )
+    ep: int = setting(
+        1,
+        "Consecutive ranks that divide the experts of a mixture among them, and send tokens to one another; each still "
+        "has batches of its own (expert parallelism).",
+        plain=int,
+        key="parallel.ep",
+        least=1,
+    )
     seq_len: int = setting(SEQ_LEN, "Tokens per sequence.", key="data.seq_len", least=1)
     micro_batch: int = setting(
         1, "Sequences (or images) that a rank computes at once.", key="train.micro_batch", least=1, usual="searched"

@@ -111,11 +111,11 @@ def _mesh(config: ParallelConfig, ranks: Ranks) -> DeviceMesh | None:
     """Return a mesh if a shard group or another axis is configured; None leaves it to the strategy. Every
     rank must call this."""
     is_hybrid, group = config.strategy in HYBRID_STRATEGIES, config.shard_group
-    if ranks.world_size == 1 or not (config.ranks_per_batch > 1 or (is_hybrid and group)):
+    if ranks.world_size == 1 or not (config.ranks_per_batch > 1 or config.ep > 1 or (is_hybrid and group)):
         return None
     group = group or max(1, ranks.per_host // config.ranks_per_batch)
     copies = config.data_ranks(ranks.world_size) // group if is_hybrid else 1
-    return sw.mesh(copies, cp=config.cp, tp=config.tp)
+    return sw.mesh(copies, cp=config.cp, tp=config.tp, ep=config.ep)
 
 
 def _units(model: nn.Module, units: int | Sequence[str] | None) -> int | set[type[nn.Module]] | None:
