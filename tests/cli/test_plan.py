@@ -149,7 +149,8 @@ def test_a_precision_that_the_gpu_lacks_is_refused(capsys: Printed) -> None:
         (["config.json", "--units", "0"], "--units 0: must be a whole number of at least 1"),
         (["config.json", "--workers", "-1"], "--workers -1: must be a whole number of at least 1"),
         (["config.json", "--quick", "--thorough"], "--quick and --thorough cannot be combined"),
-        (["config.json", "--ep", "2"], "--ep 2: experts have no axis of their own: leave it out, which"),
+        (["config.json", "--ep", "3"], "ep=3 does not divide the number of ranks that full_shard shards over, 8; use"),
+        (["config.json", "--ep", "2", "--tp", "2"], "ep=2 with tp=2 is not supported: leave one of them out"),
         (["config.json", "--cp", "4", "--tp", "4"], "cp=4 x tp=4 does not divide 8 ranks (1 nodes of 8); use one of 1"),
         (["config.json", "--output", "x.toml"], "--output is only for a calibration: add --calibrate"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -228,19 +229,33 @@ def recorded_of(name: str, job: Job, rank: int = 0) -> Recording:
     return record(with_adapters(lambda: build(name), job.lora, job.compute_dtype, job.tp), job, rank)
 
 
+def route_evenly(model: nn.Module) -> None:
+    """Have the routers of a Mixtral send as many tokens to each expert, as plans assume."""
+
+    def evened(router: Any, args: Any, output: Any) -> Any:
+        logits, weights, chosen = output
+        return logits, weights, torch.arange(chosen.numel()).view_as(chosen) % router.num_experts
+
+    for module in model.modules():
+        if type(module).__name__ == "MixtralTopKRouter":
+            module.register_forward_hook(evened)
+
+
 def measured(name: str, job: Job) -> Live:
     """Forward and backward of a step after the second. Every rank calls it."""
     torch.manual_seed(0)
     model = built(name, job)
     feed = TrainingForward(model, job)
     if job.engine == "shardwise":
-        axes = {} if job.ranks_per_batch == 1 else {"mesh": sw.mesh(**job.mesh)}
+        axes = {} if job.ranks_of_code == 1 else {"mesh": sw.mesh(**job.mesh)}
+        if job.ep > 1:
+            route_evenly(model)
         sw.shard(model, job.strategy, precision=job.precision, tp_plan="auto" if job.tp > 1 else None, **axes)
     checkpoint_units(model, job.activation_checkpointing)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     found = []
     # gloo may free what a collective was given on a thread of its own, of which the profiler does not hear.
-    for step in range(5 if job.ranks_per_batch > 1 else 3):
+    for step in range(5 if job.ranks_of_code > 1 else 3):
         with traced() if step > 1 else nullcontext([]) as forward:
             inputs = feed.inputs()
             with torch.autocast("cpu", torch.bfloat16, enabled=job.engine != "shardwise"):
@@ -281,7 +296,11 @@ def planned(name: str, job: Job) -> Live:
 
 
 def check(ranks: RankPools, name: str, mode: str, kind: type[Job] = Job, **more: Any) -> None:
-    sizes = {"gpus_per_node": more.get("tp", 1) * more.get("cp", 1), "seq_len": 128, "micro_batch": 4}
+    sizes = {
+        "gpus_per_node": math.prod(more.get(axis, 1) for axis in ("cp", "tp", "ep")),
+        "seq_len": 128,
+        "micro_batch": 4,
+    }
     job = kind(gpu="cpu", activation_checkpointing=mode, **sizes, **more)
     real = ranks(job.world_size).run(measured, name, job)[0]
     dry = planned(name, job)

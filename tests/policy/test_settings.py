@@ -145,6 +145,7 @@ def test_settings_and_keys_translate_into_one_another() -> None:
         "shard_group": 2,
         "cp": None,
         "tp": None,
+        "ep": None,
     }
     found = values_in(tree)
     assert found == {"strategy": "hybrid_shard", "shard_group": 2, "units": frozenset({"A", "B"}), "slots": 4}

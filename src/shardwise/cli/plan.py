@@ -266,11 +266,6 @@ def _refuse_for_a_plan(options: Options) -> None:
     for name, is_given in given.items():
         if is_given:
             raise UserError(f"{name} is only for a calibration: add --calibrate, or leave {name} out")
-    if options.ep not in {None, "1"}:
-        raise PlanError(
-            f"--ep {options.ep}: experts have no axis of their own: leave it out, which shards them over data ranks as "
-            "all else is, or cut them over tensor ranks with --tp"
-        )
     if options.quick and options.thorough:
         raise UserError("--quick and --thorough cannot be combined: choose one of them")
 

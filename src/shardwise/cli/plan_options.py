@@ -79,7 +79,6 @@ class Options(_RunOptions, _ClusterOptions):  # type: ignore[misc, valid-type]  
         _option("torch, or jax: compile XLA's own programs for this number of devices, without running them. [torch]"),
     ] = "torch"
     base: Annotated[Text, _option("Format of --lora's frozen base: nf4 or int8. [the compute dtype]")] = None
-    ep: Annotated[Text, typer.Option("--ep", hidden=True)] = None  # refused by name
     global_batch: Annotated[Count, _option("Number of sequences per step; the accumulation follows from it.")] = None
     compare: Annotated[Text, _option("Compare engines: some of ddp, fsdp2, shardwise, separated by commas.")] = None
     budget: Annotated[Text, _option("Memory of a device that may be used, such as 70GiB. [all]")] = None

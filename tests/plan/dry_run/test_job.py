@@ -29,10 +29,15 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("sharding", "shards", "replicas", "mesh"),
     [
-        ({}, 8, 1, {"dp_replicate": 1, "dp_shard": 4, "cp": 2, "tp": 2}),
-        ({"strategy": "hybrid_shard"}, 4, 2, {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}),
-        ({"strategy": "hybrid_shard", "shard_group": 1}, 2, 4, {"dp_replicate": 4, "dp_shard": 1, "cp": 2, "tp": 2}),
-        ({"strategy": "no_shard"}, 1, 8, {"dp_replicate": 4, "dp_shard": 1, "cp": 2, "tp": 2}),
+        ({}, 8, 1, {"dp_replicate": 1, "dp_shard": 4, "cp": 2, "tp": 2, "ep": 1}),
+        ({"strategy": "hybrid_shard"}, 4, 2, {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 1}),
+        (
+            {"strategy": "hybrid_shard", "shard_group": 1},
+            2,
+            4,
+            {"dp_replicate": 4, "dp_shard": 1, "cp": 2, "tp": 2, "ep": 1},
+        ),
+        ({"strategy": "no_shard"}, 1, 8, {"dp_replicate": 4, "dp_shard": 1, "cp": 2, "tp": 2, "ep": 1}),
     ],
 )
 def test_ranks_that_share_a_sequence_share_parameters_too(
@@ -87,6 +92,16 @@ def test_groups(strategy: Any, shard_group: int | None, shards: int, replicas: i
         ({"shard_group": 8, "strategy": "hybrid_shard", "tp": 2}, r"not divide 4 data ranks \(8 ranks in .* 1, 2, 4"),
         ({"tp": 3}, "tp=3 does not divide 8 ranks .* 1, 2, 4, 8"),
         ({"tp": 2, "loss": "chunked"}, "tp=2 with loss=.chunked. is not supported"),
+        ({"ep": 3}, "ep=3 does not divide the number of ranks that full_shard shards over, 8; use one of 1, 2, 4, 8"),
+        ({"ep": 2, "strategy": "no_shard"}, "ep=2 does not divide the number of ranks that no_shard shards over, 1"),
+        (
+            {"ep": 4, "strategy": "hybrid_shard", "shard_group": 2},
+            "ep=4 does not divide .* hybrid_shard shards over, 2",
+        ),
+        ({"ep": 2, "tp": 2}, "ep=2 with tp=2 is not supported"),
+        ({"ep": 2, "optimizer": "muon"}, "ep=2 with optimizer='muon' is not supported"),
+        ({"ep": 2, "offload": "params=cpu"}, "ep=2 with offload is not supported"),
+        ({"ep": 2, "engine": "fsdp2"}, "ep=2 with engine='fsdp2' is not supported"),
         ({"cp": 2, "tp": 8}, "cp=2 x tp=8 does not divide 8 ranks .* 1, 2, 4, 8"),
         ({"cp": 4, "seq_len": 3}, "cp=4 is more than the 3 tokens of a sequence"),
         ({"reshard_after_forward": 3}, "does not divide the shard group of 8 ranks; use one of 1, 2, 4, 8"),

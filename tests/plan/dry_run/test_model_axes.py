@@ -3,6 +3,9 @@ byte."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,16 +18,28 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+from shardwise.engine.extensions import tensor_parallel
 from shardwise.engine.extensions.tensor_parallel import AXES
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, PlanError
 from shardwise.fsdp.torch_collectives import collectives_for
 from shardwise.plan.dry_run.forward import TrainingForward
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.dry_run.recording import TENSOR, ActivationCollective, Collective, Recording, Wait
+from shardwise.plan.dry_run.recording import (
+    EXPERTS,
+    SAME_EXPERTS,
+    TENSOR,
+    ActivationCollective,
+    Collective,
+    HostRead,
+    Recording,
+    Wait,
+)
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.models.source import resolve
 from shardwise.plan.search.evaluator import Evaluator
+from shardwise.plan.simulate.forecast import forecast_of
+from shardwise.plan.simulate.network import Cluster
 from tests.comm.recording import RecordingCollectives
 from tests.engine.cases import FP32, MIXED
 from tests.engine.rig import recording
@@ -40,6 +55,7 @@ from tests.plan.rig import (
     gpt2,
     muon,
     recorded_of,
+    route_evenly,
     state_of,
     traffic_of,
 )
@@ -72,10 +88,27 @@ class OverTheAxis(TorchDispatchMode):
         elif name == "_c10d_functional.all_to_all_single.default":
             sizes = [args[0][:count].nbytes for count in args[2]]  # by rank that they go to
             self.sent.append(("all_to_all", sum(sizes) - sizes[0]))
+        elif name == "c10d.alltoall_base_.default":
+            ranks = (
+                args[2].size() if isinstance(args[2], dist.ProcessGroup) else dist.ProcessGroup.unbox(args[2]).size()
+            )
+            self.sent.append(("all_to_all", args[1].nbytes * (ranks - 1) // ranks))
         return out
 
 
+_OF_EXPERTS = "replicas of experts"
 _WRAPPERS = ("DTensor", "AsyncCollectiveTensor", "ShardedParameter")
+
+
+@contextmanager
+def recording_axes() -> Iterator[None]:
+    """Make the collectives of axes that models are cut over record their calls, too."""
+    original = tensor_parallel.collectives_for
+    tensor_parallel.collectives_for = lambda group, device: RecordingCollectives(original(group, device))  # type: ignore[assignment, return-value]
+    try:
+        yield
+    finally:
+        tensor_parallel.collectives_for = original
 
 
 def job_of(ranks: int, **options: Any) -> Job:
@@ -93,11 +126,16 @@ def real(name: str, job: Job) -> tuple[dict[str, int], list[tuple[str, str, int]
     if job.tp > 1:
         axis = mesh["tp"].get_group()
         groups[TENSOR] = AXES[axis] = RecordingCollectives(collectives_for(axis, "cpu"))
-    with recording():
+    if job.ep > 1:
+        route_evenly(model)
+    with recording(), recording_axes():
         sw.shard(model, job.strategy, mesh=mesh, tp_plan="auto" if job.tp > 1 else None, precision=job.precision)
     optimizer = (muon if job.optimizer == "muon" else adamw)(model.parameters())
     own = require_engine(model).mesh
     groups |= {"shard": own.shard, "replicate": own.replicate}
+    unit = next((unit for unit in require_engine(model).units if unit.mesh is not own), None)
+    if unit is not None:
+        groups |= {SAME_EXPERTS: unit.mesh.shard, EXPERTS: unit.groups[0].axes[0], _OF_EXPERTS: unit.mesh.replicate}
     recorded = {key: group for key, group in groups.items() if isinstance(group, RecordingCollectives)}
     over_axis = OverTheAxis()
     for _ in range(3):
@@ -109,7 +147,7 @@ def real(name: str, job: Job) -> tuple[dict[str, int], list[tuple[str, str, int]
         optimizer.step()
         optimizer.zero_grad()
     sent = [
-        (key, event.op, event.bytes_sent)
+        ("replicate" if key == _OF_EXPERTS else key, event.op, event.bytes_sent)
         for key, group in recorded.items()
         for event in group.events[start[key] :]
         if event.op in {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
@@ -170,15 +208,30 @@ def test_activations_of_adapters(ranks: RankPools, mode: str) -> None:
     check(ranks, "llama", mode, tp=2, lora={"r": 4})
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ep": 2},
+        {"ep": 4, "strategy": "shard_grad_op"},  # no rank has the experts of another
+        {"ep": 2, "cp": 2, "strategy": "hybrid_shard", "shard_group": 1, "precision": FP32},
+        {"ep": 2, "strategy": "shard_optimizer"},
+    ],
+)
+def test_memory_and_traffic_with_experts_of_ranks_own(ranks: RankPools, options: dict[str, Any]) -> None:
+    check_against_a_run(ranks, "mixtral", job_of(4, **{"precision": MIXED, **options}))
+
+
 def check_against_a_run(ranks: RankPools, name: str, job: Job) -> None:
     for rank, (state, sent, over_axis) in enumerate(ranks(4).run(real, name, job)):
         recorded = recorded_of(name, job, rank)
         assert state_of(recorded) == state
-        for group in ("shard", "replicate", TENSOR):
+        for group in ("shard", "replicate", TENSOR, SAME_EXPERTS, EXPERTS):
             dry, counted = (
                 [(op, nbytes) for of, op, nbytes in events if of == group and (nbytes > 4096 or op == "all_to_all")]
                 for events in (traffic_of(recorded), sent)
             )
+            if group == "replicate" and job.ep > 1:  # experts have a group of their own, over the same ranks
+                dry, counted = sorted(dry), sorted(counted)
             assert dry == counted
         assert sent_over_axis(recorded) == over_axis
         assert len(over_axis) > 6
@@ -187,6 +240,11 @@ def check_against_a_run(ranks: RankPools, name: str, job: Job) -> None:
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_activations_of_a_model_that_is_cut(ranks: RankPools, mode: str) -> None:
     check(ranks, "llama", mode, tp=2)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_activations_of_experts(ranks: RankPools, mode: str) -> None:
+    check(ranks, "mixtral", mode, ep=2)
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
@@ -199,6 +257,24 @@ def test_every_collective_over_the_axis_is_waited_for() -> None:
     events = record(lambda: build("llama"), job).events
     issued = [event.number for event in events if isinstance(event, Collective | ActivationCollective)]
     assert sorted(event.number for event in events if isinstance(event, Wait)) == sorted(issued)
+
+
+def test_the_exchange_of_tokens_goes_over_ranks_beside_one_another_and_makes_the_host_wait() -> None:
+    job = Job(seq_len=16, gpus_per_node=8, nodes=2, cp=2, ep=4, precision=MIXED)
+    recorded = recorded_of("mixtral", job)
+    sent = [event for event in recorded.events if isinstance(event, ActivationCollective) and event.group == EXPERTS]
+    whole = 8 * 2 * 64 * 2  # tokens of the slice, two experts for each, hidden states in bf16
+    assert Counter((event.ranks, event.nbytes) for event in sent) == {
+        (4, whole * 3 // 4): 3 * 4,
+        (4, 4 * 8 * 3 // 4): 3,
+    }
+    assert sum(isinstance(event, HostRead) for event in recorded.events) == 3
+    cluster = Cluster(job.hardware, job.node_interconnect, job.gpus_per_node, job.nodes, ep=job.ep)
+    assert cluster.links(EXPERTS, job.ep) == "within a node"
+    assert cluster.links(SAME_EXPERTS, job.shard_ranks // job.ep) == "between nodes"
+    forecast = forecast_of(recorded)
+    assert forecast.exposed_comm_s > 0
+    assert {"experts", "same experts gathers", "same experts sums"} <= set(forecast.timeline.streams)
 
 
 def test_a_plan_leaves_no_process_group_and_plans_again_at_another_size() -> None:
@@ -247,7 +323,7 @@ class Talks(Cut):
 
 
 def test_collectives_of_the_model_over_other_groups_are_refused() -> None:
-    with pytest.raises(PlanError, match="calls all_reduce over a process group that is no tensor- or"):
+    with pytest.raises(PlanError, match="calls all_reduce over a process group that is no tensor-, context- or"):
         record(Talks, job_of(4, tp=2))
 
 
@@ -273,6 +349,12 @@ def test_what_cannot_be_cut_is_told() -> None:
         record(lambda: build("llama"), job_of(8, tp=8))
     with pytest.raises(PlanError, match="tp=2: GPT2LMHeadModel has no tensor-parallel plan"):
         record(gpt2, job_of(2, tp=2))
+    with pytest.raises(ConfigError, match=r"ep=2\): GPT2LMHeadModel has no plan that sends tokens to experts"):
+        record(gpt2, job_of(2, ep=2))
+    with pytest.raises(ConfigError, match=r"ep=3\): Cannot evenly shard 4 experts across 3"):
+        record(lambda: build("mixtral"), job_of(3, ep=3))
+    with pytest.raises(ConfigError, match="reshard_after_forward=2 beside"):
+        record(lambda: build("mixtral"), job_of(4, ep=2, reshard_after_forward=2))
     with pytest.raises(ConfigError, match="tp=2 with optimizer='adamw-8bit' is not supported"):
         job_of(2, tp=2, optimizer="adamw-8bit")
     with pytest.raises(ConfigError, match=r"tp=2 with precision\.frozen='nf4' is not supported"):

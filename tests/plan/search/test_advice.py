@@ -133,7 +133,7 @@ def test_a_context_axis_is_proposed_for_sequences_that_do_not_fit() -> None:
     assert needs(SMALL, **given) > enough + 4 * MIB
     _, advice = advised(SMALL, enough, most=1, **given)
     assert (advice[0]["flags"], advice[0]["keys"]) == ("--cp 2", "parallel.cp=2")
-    assert advice[0]["forecast"]["job"]["mesh"] == {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 1}
+    assert advice[0]["forecast"]["job"]["mesh"] == {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 1, "ep": 1}
     _, advice = advised(SMALL, enough, most=1, cp=1, **given)
     assert all("--cp" not in one["flags"] for one in advice)
 

@@ -46,6 +46,22 @@ def test_ranks_of_a_tensor_axis_are_beside_one_another(tp: int, group: str, rank
     assert replace(cluster(4), tp=tp).place(group, ranks) == placed
 
 
+@pytest.mark.parametrize(
+    ("ep", "group", "ranks", "placed"),
+    [
+        (4, "experts", 4, GroupTopology(4, 1, 2)),
+        (16, "experts", 16, GroupTopology(16, 2, 1)),
+        (3, "experts", 3, GroupTopology(3, 2, 2)),  # the third group of three is on two nodes
+        (4, "same experts", 2, GroupTopology(2, 1, 4)),
+        (4, "same experts", 8, GroupTopology(8, 4, 4)),
+        (8, "same experts", 4, GroupTopology(4, 4, 8)),
+        (8, "shard", 32, GroupTopology(32, 4, 1)),
+    ],
+)
+def test_ranks_of_experts_are_beside_one_another(ep: int, group: str, ranks: int, placed: GroupTopology) -> None:
+    assert replace(cluster(4), ep=ep).place(group, ranks) == placed
+
+
 def test_a_ring_in_a_node_is_as_fast_as_its_links() -> None:
     seconds = cluster(1).seconds("all_gather", 8 * GIB, "shard", 8)
     assert seconds == pytest.approx(7 * GIB / 450e9 + 7 * 1.9e-6)

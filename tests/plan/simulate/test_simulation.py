@@ -12,6 +12,7 @@ from shardwise.plan.dry_run.recording import (
     Collective,
     Exchange,
     Fence,
+    HostRead,
     Kernel,
     KernelKind,
     StepPhase,
@@ -196,6 +197,12 @@ def test_hosts_exchange_along_a_tree_and_the_device_works_on(ranks: int, hops: i
     step = run(exchange, compute(1))
     assert step.late_s == pytest.approx(hops * usual_host().hop_s.value + OPERATION_S)
     assert run(compute(10), exchange, compute(1)).late_s == pytest.approx(OPERATION_S)
+
+
+def test_a_host_that_reads_from_the_device_launches_late() -> None:
+    read = HostRead(StepPhase.FORWARD)
+    assert run(compute(10), compute(1)).late_s == pytest.approx(OPERATION_S)
+    assert run(compute(10), read, compute(1)).late_s == pytest.approx(2 * OPERATION_S)
 
 
 def test_a_cpu_does_everything_itself() -> None:

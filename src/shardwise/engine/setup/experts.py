@@ -32,13 +32,14 @@ _DISPATCH = "ep_dispatch_experts"
 """transformers' style of a module of experts that exchanges tokens."""
 
 
-def apply_plan(model: nn.Module, experts: DeviceMesh, tensor: DeviceMesh) -> None:
+def apply_plan(model: nn.Module, experts: DeviceMesh, tensor: DeviceMesh, exchange: str = "auto") -> None:
     """Install the exchange of tokens of a transformers model, and mark the experts' parameters, which keep their whole
     shape and device until they are sharded. Every rank of the mesh must call this.
 
     Args:
         experts: one axis, whose ranks hold different experts.
         tensor: one axis of one rank.
+        exchange: transformers' name of the implementation that sends tokens to experts.
 
     Raises ConfigError for a model without a plan or one that this number of ranks cannot have, LayoutError for a model
     that transformers has sharded.
@@ -59,7 +60,7 @@ def apply_plan(model: nn.Module, experts: DeviceMesh, tensor: DeviceMesh) -> Non
         if adapted is not None:
             raise ConfigError(f"{asked} beside an adapter of the experts {adapted!r} is not supported: leave ep out")
         try:
-            apply_expert_parallelism(base, experts, tensor, styles)
+            apply_expert_parallelism(base, experts, tensor, styles, exchange)
         except ValueError as error:
             raise ConfigError(f"{asked}: {error}") from None
 

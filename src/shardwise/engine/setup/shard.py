@@ -191,7 +191,7 @@ def _divided(
         from shardwise.engine.setup.context_parallel import attend_across
 
         attend_across(model, axes.context)
-    experts = None
+    experts = mesh.same_experts if isinstance(mesh, Mesh) else None
     if axes is not None and axes.experts is not None:
         from shardwise.engine.setup.experts import apply_plan as divide_experts
         from shardwise.engine.setup.experts import same_experts

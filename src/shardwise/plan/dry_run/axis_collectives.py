@@ -1,4 +1,5 @@
-"""Collectives that a model's code launches over the ranks that work on the same batch, as a dry run meets them."""
+"""Collectives that a model's code launches over the ranks that work on the same batch or hold different experts, as a
+dry run meets them."""
 
 from __future__ import annotations
 
@@ -40,8 +41,10 @@ _KNOWN = {
     "_c10d_functional.all_to_all_single": AxisCollective("all_to_all"),
     "_dtensor.shard_dim_alltoall": AxisCollective("all_to_all", waits=True),
     "c10d.allreduce_": AxisCollective("all_reduce", waits=True),
+    "c10d.alltoall_base_": AxisCollective("all_to_all", waits=True),
 }
-"""By name of an operator: those of torch's functional collectives and of DTensors, and `dist.all_reduce`."""
+"""By name of an operator: those of torch's functional collectives and of DTensors, `dist.all_reduce` and
+`dist.all_to_all_single`."""
 
 
 @cache
@@ -52,8 +55,8 @@ def axis_collective_of(func: Any) -> AxisCollective | None:
 
 def group_name_of(args: tuple[Any, ...]) -> str:
     """Return torch's name of the process group that an operator that communicates is given: the last argument, or that
-    of the group which is the second one."""
+    of the group which is the first argument after the tensors."""
     if isinstance(args[-1], str):
         return args[-1]
-    group = args[1] if isinstance(args[1], dist.ProcessGroup) else dist.ProcessGroup.unbox(args[1])
-    return group.group_name
+    group = next(arg for arg in args if next(tensors_of(arg), None) is None)
+    return (group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)).group_name

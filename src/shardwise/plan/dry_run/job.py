@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -53,6 +54,7 @@ class Job(RunSettings, Machines):
             )
         self._check_axes()
         self._check_shard_group()
+        self._check_experts()
         self._check_resharding()
 
     @classmethod
@@ -104,6 +106,12 @@ class Job(RunSettings, Machines):
         return self.cp * self.tp
 
     @property
+    def ranks_of_code(self) -> int:
+        """The number of consecutive ranks within which the model's own code communicates: whole groups of the axes cp,
+        tp and ep."""
+        return math.lcm(self.ranks_per_batch, self.ep)
+
+    @property
     def data_ranks(self) -> int:
         """The number of ranks with batches of their own."""
         return self.world_size // self.ranks_per_batch
@@ -118,7 +126,8 @@ class Job(RunSettings, Machines):
     def mesh(self) -> dict[str, int]:
         """The sizes of the mesh's axes, by their names in `sw.mesh`."""
         shards = max(1, self.shard_ranks // self.cp)
-        return {"dp_replicate": self.data_ranks // shards, "dp_shard": shards, "cp": self.cp, "tp": self.tp}
+        sizes = {"dp_replicate": self.data_ranks // shards, "dp_shard": shards, "cp": self.cp, "tp": self.tp}
+        return {**sizes, "ep": self.ep}
 
     @property
     def shard_ranks(self) -> int:
@@ -138,7 +147,12 @@ class Job(RunSettings, Machines):
     @property
     def axes_of_a_batch(self) -> str:
         """The axes whose ranks work on the same batch, in words."""
-        return " x ".join(f"{axis}={size}" for axis, size in (("cp", self.cp), ("tp", self.tp)) if size > 1)
+        return _product(cp=self.cp, tp=self.tp)
+
+    @property
+    def axes_of_code(self) -> str:
+        """The axes over which the model's own code communicates, in words."""
+        return _product(cp=self.cp, tp=self.tp, ep=self.ep)
 
     @property
     def recomputation(self) -> Recomputation:
@@ -228,6 +242,25 @@ class Job(RunSettings, Machines):
         if self.tp > 1 and refused:
             raise ConfigError(f"tp={self.tp} with {refused[0]} is not supported: leave one of them out")
 
+    def _check_experts(self) -> None:
+        if self.ep == 1:
+            return
+        beside = {
+            f"tp={self.tp}": self.tp > 1,
+            f"engine={self.engine!r}": self.engine != "shardwise",
+            f"optimizer={self.optimizer!r}": self.optimizer in {"adamw-8bit", "muon"},
+            "offload": self.offload is not None,
+            f"precision.frozen={self.precision.frozen!r}": self.precision.frozen is not None,
+        }
+        refused = [words for words, is_given in beside.items() if is_given]
+        if refused:
+            raise ConfigError(f"ep={self.ep} with {refused[0]} is not supported: leave one of them out")
+        if self.shard_ranks % self.ep:
+            raise ConfigError(
+                f"ep={self.ep} does not divide the number of ranks that {self.strategy.value} shards over, "
+                f"{self.shard_ranks}; use one of {divisors(self.shard_ranks)}"
+            )
+
     def _check_shard_group(self) -> None:
         if self.shard_group is None:
             return
@@ -256,12 +289,17 @@ class Job(RunSettings, Machines):
             raise ConfigError(f"reshard_after_forward={asked} does not divide the shard group of {whole}; {way}")
 
 
+def _product(**sizes: int) -> str:
+    """Return the axes of more than one rank, in words."""
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+
+
 def check_alone(job: Job) -> None:
     """Raise PlanError if a dry run of the job needs a process group of its own and this process has one."""
     dist = sys.modules.get("torch.distributed")  # if it is not imported, there is none
-    if job.ranks_per_batch > 1 and dist is not None and dist.is_available() and dist.is_initialized():
+    if job.ranks_of_code > 1 and dist is not None and dist.is_available() and dist.is_initialized():
         raise PlanError(
-            f"{job.axes_of_a_batch}: a plan makes a process group of its own for this, but this process has one: plan "
+            f"{job.axes_of_code}: a plan makes a process group of its own for this, but this process has one: plan "
             "before torch.distributed.init_process_group, or with shardwise plan"
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -32,6 +32,7 @@ from shardwise.plan.dry_run.recording import (
     Free,
     Gradient,
     HostCopy,
+    HostRead,
     StepEvent,
     StepPhase,
     UnitMark,
@@ -40,6 +41,7 @@ from shardwise.plan.dry_run.recording import (
 )
 
 _DEVICE_QUESTION = torch.ops.prim.device.default
+_VALUE_QUESTION = torch.ops.aten._local_scalar_dense.default
 
 _ACCUMULATING = frozenset(
     {
@@ -105,6 +107,8 @@ class Recorder(TorchDispatchMode):
         self._unit_of: Callable[[Tensor], str | None] = lambda memory: None
         self._steps = False
         """Whether an optimizer steps in backward at the moment."""
+        self._answers: Iterator[int] | None = None
+        """What code is told that reads values of tensors, in order. None: it cannot run dry."""
         self._moving: dict[int, Work] = {}
         """By identity of a storage: the collective of activations that fills it."""
 
@@ -187,6 +191,21 @@ class Recorder(TorchDispatchMode):
         block.kind = ON_HOST
         self._emit(block)
         return HostAllocation(partial(self._emit, Free(block.number)) if self.recording else _nothing)
+
+    @contextmanager
+    def answering(self, values: Iterable[int]) -> Iterator[None]:
+        """Inside, code that reads values of tensors, once, is told these one after the other."""
+        self._answers = iter(values)
+        try:
+            yield
+        finally:
+            self._answers = None
+
+    def _answered(self) -> int:
+        assert self._answers is not None
+        if not (self._events and isinstance(self._events[-1], HostRead)):  # several values are read at once
+            self._emit(HostRead(self.phase))
+        return next(self._answers)
 
     def fence(self, what: str, group: str) -> None:
         """Record that streams are ordered, as described in `Fence`."""
@@ -290,6 +309,8 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         if ShardedParameter in types or any(map(_is_around_others, types)):
             return NotImplemented  # it runs on its piece or its inner tensors, and those operations are recorded
+        if func is _VALUE_QUESTION and self._answers is not None:
+            return self._answered()
         collective = axis_collective_of(func)
         if collective is not None and collective.op == WAIT:
             self._await(args[0])
@@ -315,8 +336,8 @@ class Recorder(TorchDispatchMode):
         number = self._collectives
         if group_name_of(args) not in self.groups:
             raise PlanError(
-                f"{self.module or 'the model'} calls {collective.op} over a process group that is no tensor- or "
-                "context-parallel axis of the job: plans know no others"
+                f"{self.module or 'the model'} calls {collective.op} over a process group that is no tensor-, context- "
+                "or expert-parallel axis of the job: plans know no others"
             )
         group, ranks = self.groups[group_name_of(args)]
         nbytes = collective.sizes(args, out, ranks)

@@ -105,7 +105,7 @@ class Collective:
     op: str
     """all_gather, reduce_scatter, all_reduce or all_to_all."""
     group: str
-    """shard, replicate, secondary or, for norms of parameters that are cut, `TENSOR`."""
+    """shard, replicate, secondary, `SAME_EXPERTS` or, for norms of parameters that are cut, `TENSOR` or `EXPERTS`."""
     nbytes: int
     """Bytes of the whole buffer: unsharded, padded, in the dtype that is sent. For an all_to_all, what this rank
     sends."""
@@ -124,12 +124,16 @@ TENSOR = "tensor"
 """The group of ranks that share each matrix product."""
 CONTEXT = "context"
 """The group of ranks that share each sequence."""
+EXPERTS = "experts"
+"""The group of ranks that hold different experts."""
+SAME_EXPERTS = "same experts"
+"""The group of ranks that hold different slices of the same experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationCollective:
-    """A collective of activations or of their gradients over the ranks that work on the same batch. It is launched by
-    the model's code, so it belongs to no unit and runs on a stream of its own."""
+    """A collective of activations or of their gradients over the ranks that work on the same batch, or that hold
+    different experts. It is launched by the model's code, so it belongs to no unit and runs on a stream of its own."""
 
     number: int
     """Numbered together with the engine's collectives."""
@@ -142,7 +146,7 @@ class ActivationCollective:
     """fqn of the module that launches it."""
     phase: StepPhase
     group: str
-    """`TENSOR` or `CONTEXT`."""
+    """`TENSOR`, `CONTEXT` or `EXPERTS`."""
 
     @property
     def stream(self) -> str:
@@ -198,6 +202,13 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
+class HostRead:
+    """The host reads values from the device: it waits for the computation so far, and launches nothing meanwhile."""
+
+    phase: StepPhase
+
+
+@dataclass(frozen=True, slots=True)
 class UnitMark:
     """A moment in a unit's life, used to replay the step as another engine would run it."""
 
@@ -227,6 +238,7 @@ StepEvent = (
     | Wait
     | Fence
     | Exchange
+    | HostRead
     | UnitMark
     | Gradient
 )

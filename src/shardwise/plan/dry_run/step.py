@@ -30,7 +30,7 @@ from shardwise.fsdp.parameter_group import ParameterState
 from shardwise.fsdp.sharded_parameter import ShardedParameter
 from shardwise.fsdp.slots import Slot, storage_key
 from shardwise.fsdp.unit import Unit
-from shardwise.model_tools.activation_checkpointing import checkpoint_units
+from shardwise.model_tools.activation_checkpointing import blocks_of, checkpoint_units
 from shardwise.model_tools.classes import classes_named
 from shardwise.optim.adamw_8bit import AdamW8bit
 from shardwise.optim.adamw_bf16 import AdamWBF16
@@ -122,7 +122,7 @@ class _DryRun:
         self.job = job
         self.recorder = recorder
         self.feed = TrainingForward(model, job)
-        divide(model, axes)
+        divide(model, axes, recorder)
         units = _units(job, model)
         # Adapters of a plan have classes of their own, which the user's model does not have.
         self.smaller_units = smaller_units(model, units) if job.lora is None else ()
@@ -208,7 +208,7 @@ class _DryRun:
         """Return `Facts.kept_bytes`. Empty if whole blocks recompute, which save only their inputs, compiled or not;
         and for blocks that communicate, whose saved tensors are taken to be those of eager mode."""
         whole = self.job.recomputation.every and not self.job.recomputation.selective
-        if not self.job.compile or whole or not self.blocks or not (args or kwargs) or self.job.ranks_per_batch > 1:
+        if not self.job.compile or whole or not self.blocks or not (args or kwargs) or self.job.ranks_of_code > 1:
             return {}
         from shardwise.plan.dry_run.compilation import kept_bytes  # imports torch's compiler
 
@@ -258,7 +258,7 @@ def _follow_pieces(optimizer: AdamWInPieces, job: Job, recorder: Recorder) -> No
 def _blocks(engine: CheckedEngine) -> list[nn.Module]:
     """Return the blocks: the units of the most common class among units with submodules. Of an encoder and a decoder
     with as many blocks, the decoder's."""
-    modules = [unit.module for unit in engine.units[1:] if next(unit.module.children(), None) is not None]
+    modules = [unit.module for unit in blocks_of(engine.units)]
     counts = Counter(type(module) for module in reversed(modules))
     return [module for module in modules if type(module) is counts.most_common(1)[0][0]]
 

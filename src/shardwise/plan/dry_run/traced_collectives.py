@@ -25,7 +25,7 @@ from shardwise.fsdp.mesh import Mesh
 from shardwise.fsdp.torch_collectives import DryCollectives
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Pending, Recorder
-from shardwise.plan.dry_run.recording import reductions_of, slices_of
+from shardwise.plan.dry_run.recording import SAME_EXPERTS, reductions_of, slices_of
 
 
 class TracedCollectives(DryCollectives):
@@ -46,7 +46,7 @@ class TracedCollectives(DryCollectives):
     ) -> None:
         """
         Args:
-            group: shard, replicate, secondary or `TENSOR`.
+            group: shard, replicate, secondary, `SAME_EXPERTS`, `TENSOR` or `EXPERTS`.
             on_streams: whether the job's devices are accelerators.
             marks: "grads" if this is the first group that reduces a unit's gradients, "reduced" if it is the last.
         """
@@ -132,18 +132,31 @@ class TracedCollectives(DryCollectives):
 
 def traced_mesh(recorder: Recorder, rank: int, job: Job) -> Mesh:
     """Return the data axes of one rank. Ranks that share matrix products are consecutive; so are, counted in such
-    groups, the ranks of a shard group."""
+    groups, the ranks of a shard group. Of these, ranks with the same experts are `ep` apart."""
     rank //= job.tp
-    shards, replicas = job.shard_ranks, job.replicas
-    on_streams = not job.on_cpu
+    shards, on_streams = job.shard_ranks, not job.on_cpu
+    replicate = rank // shards, job.replicas
+    shard, over = _groups(recorder, on_streams, "shard", (rank % shards, shards), replicate)
     asked = job.reshard_after_forward
     secondary = None if isinstance(asked, bool) or asked in {None, 1} else asked
-    marks: dict[str, list[str]] = {"shard": [], "replicate": []}
-    marks["shard" if shards > 1 or replicas == 1 else "replicate"].append("grads")
-    marks["replicate" if replicas > 1 else "shard"].append("reduced")
-    shard = TracedCollectives("shard", rank % shards, shards, recorder, on_streams, marks["shard"])
-    replicate = TracedCollectives("replicate", rank // shards, replicas, recorder, on_streams, marks["replicate"])
     smaller = None
     if secondary is not None and shards not in {1, secondary}:
         smaller = TracedCollectives("secondary", shard.rank % secondary, secondary, recorder, on_streams)
-    return Mesh(shard, replicate, torch.device("cpu"), secondary=smaller, secondary_size=secondary)
+    device, same_experts = torch.device("cpu"), None
+    if job.ep > 1:
+        among = rank % shards // job.ep, shards // job.ep
+        same_experts = Mesh(*_groups(recorder, on_streams, SAME_EXPERTS, among, replicate), device)
+    return Mesh(shard, over, device, secondary=smaller, secondary_size=secondary, same_experts=same_experts)
+
+
+def _groups(
+    recorder: Recorder, on_streams: bool, name: str, shard: tuple[int, int], replicate: tuple[int, int]
+) -> tuple[TracedCollectives, TracedCollectives]:
+    """Return a shard group of this name and its replicate group, given a rank's place and the size of each."""
+    marks: dict[str, list[str]] = {name: [], "replicate": []}
+    marks[name if shard[1] > 1 or replicate[1] == 1 else "replicate"].append("grads")
+    marks["replicate" if replicate[1] > 1 else name].append("reduced")
+    return (
+        TracedCollectives(name, *shard, recorder, on_streams, marks[name]),
+        TracedCollectives("replicate", *replicate, recorder, on_streams, marks["replicate"]),
+    )

@@ -53,6 +53,12 @@ def assumptions(forecast: Forecast) -> Iterator[Assumption]:
     if forecast.recording.facts.package_kernels:
         kernels = f"{forecast.recording.facts.package_kernels}, as installed where it trains"
         yield Assumption("kernels of packages", kernels, "without them transformers runs many slow kernels instead")
+    if job.ep > 1:
+        yield Assumption(
+            "experts",
+            "routing is balanced: each rank sends as many tokens to every rank as it receives from it",
+            "ranks whose experts get more tokens compute longer, hold more, and others wait for them",
+        )
     yield Assumption("optimizer", f"{job.optimizer}, states in the master dtype")
     yield Assumption("loss", {"model": "the model's own, with its logits in memory"}.get(job.loss, job.loss))
     weights = "6 N" if job.lora is None else "4 N (6 of the adapters)"

@@ -181,7 +181,7 @@ def amount(money: float) -> str:
 def strategy_name(job: Job) -> str:
     """Return a job's strategy, with its shard group and the sizes of its other axes if it has them, and with the
     engine's name if it is another engine."""
-    axis = "".join(f" {name}{size}" for name, size in (("cp", job.cp), ("tp", job.tp)) if size > 1)
+    axis = "".join(f" {name}{size}" for name, size in (("cp", job.cp), ("tp", job.tp), ("ep", job.ep)) if size > 1)
     if job.engine == "fsdp2" and job.strategy is Strategy.NO_SHARD:
         return "ddp" + axis  # to which FSDP2 leaves unsharded training
     engine = "" if job.engine == "shardwise" else f"{job.engine} "

@@ -68,6 +68,7 @@ def setting(job: Job) -> str:
         f"{job.world_size} x {getattr(job.gpu, 'name', job.gpu)}" + (f" on {job.nodes} nodes" if job.nodes > 1 else ""),
         *([f"tp {job.tp} ({job.engine_ranks} x {job.tp} GPUs, {_reach(job, job.tp)})"] if job.tp > 1 else []),
         *([f"cp {job.cp} ({_reach(job, job.ranks_per_batch)})"] if job.cp > 1 else []),
+        *([f"ep {job.ep} ({_reach(job, job.ep)})"] if job.ep > 1 else []),
         f"{job.seq_len:,} tokens per sequence" + (f", {job.slice_len:,} on a GPU" if job.cp > 1 else ""),
         f"{dtypes} (compute/reduce/master)",
         job.optimizer,
@@ -82,7 +83,7 @@ def setting(job: Job) -> str:
 
 def _reach(job: Job, ranks: int) -> str:
     """Say where so many consecutive ranks are."""
-    return "inside a node" if ranks <= job.gpus_per_node else "across nodes"
+    return "inside a node" if job.nodes == 1 or job.gpus_per_node % ranks == 0 else "across nodes"
 
 
 def candidate_dict(candidate: Candidate) -> dict[str, Any]:
@@ -109,7 +110,8 @@ def candidate_dict(candidate: Candidate) -> dict[str, Any]:
 
 def sharding_dict(job: Job) -> dict[str, Any]:
     """Return strategy, shard group and other axes as plain data, for JSON."""
-    return {"strategy": job.strategy.value, "shard_group": job.shard_group, "cp": job.cp, "tp": job.tp}
+    axes = {"cp": job.cp, "tp": job.tp, "ep": job.ep}
+    return {"strategy": job.strategy.value, "shard_group": job.shard_group, **axes}
 
 
 def gpus_and_nodes(job: Job) -> str:

@@ -242,7 +242,7 @@ def smallest_cluster(
         """Return the forecast at this size, or None if it does not fit. Up to a full node, sizes count GPUs; from there
         on each adds a node."""
         nodes, gpus = (1, size) if size <= full else (size - full + 1, full)
-        while nodes * gpus % job.ranks_per_batch:  # the next size that the axes divide
+        while nodes * gpus % job.ranks_of_code:  # the next size that the axes divide
             nodes, gpus = (nodes, gpus + 1) if gpus < full else (nodes + 1, gpus)
         smaller = replace(job, nodes=nodes, gpus_per_node=gpus, shard_group=None, reshard_after_forward=resharding)
         return _fitting(evaluate(smaller), budget_bytes) if may_fit(smaller) else None
@@ -261,7 +261,7 @@ def smallest_cluster(
 def describe(job: Job) -> str:
     """Describe a job in a few words: strategy, batch, recomputation."""
     group = f" in groups of {job.shard_group}" if job.shard_group is not None else ""
-    group += f", {axes}," if (axes := job.axes_of_a_batch) else ""
+    group += f", {axes}," if (axes := job.axes_of_code) else ""
     steps = f" x {job.accumulation}" if job.accumulation > 1 else ""
     mode = job.activation_checkpointing
     return f"{job.strategy.value}{group} with micro-batch {job.micro_batch}{steps}, {RECOMPUTES.get(mode, mode)}"

@@ -130,7 +130,7 @@ def _groups(base: Job) -> list[int]:
     smallest = 2 if base.nodes == 1 else max(2, base.gpus_per_node // base.ranks_per_batch)
     ranks = base.data_ranks
     sizes = [smallest * 2**k for k in range(ranks.bit_length())]
-    return [size for size in sizes if 1 < size < ranks and ranks % size == 0]
+    return [size for size in sizes if 1 < size < ranks and ranks % size == 0 and size * base.cp % base.ep == 0]
 
 
 def _batches(

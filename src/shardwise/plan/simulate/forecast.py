@@ -297,7 +297,8 @@ def nccl_bytes_of(job: Job) -> int:
     """Return the bytes of the buffers of a job's communicators."""
     if job.nccl_bytes is not None:
         return job.nccl_bytes
-    sizes = (job.replicas, job.shard_ranks, job.cp, job.tp)
+    sizes = [job.replicas, job.shard_ranks, job.cp, job.tp]
+    sizes += [job.ep, job.shard_ranks // job.ep] if job.ep > 1 else []
     groups = sum(ranks > 1 for ranks in sizes) * (2 if job.separate_reductions else 1)
     return 0 if job.on_cpu else groups * NCCL_BYTES
 
@@ -310,7 +311,7 @@ def _idle_params(recording: Recording) -> int:
     for event in recording.events:
         if isinstance(event, Kernel) and event.phase is StepPhase.FORWARD and event.name in GROUPED and event.matmul:
             groups, _, n, k = event.matmul
-            idle += groups * n * k - event.flops / (2 * tokens)
+            idle += groups * recording.job.ep * n * k - event.flops / (2 * tokens)
     return round(idle * recording.job.tp / recording.job.accumulation)
 
 
@@ -323,7 +324,7 @@ def price_of(job: Job) -> float | None:
 def _timeline(recording: Recording) -> Timeline:
     job = recording.job
     hardware = job.hardware
-    cluster = Cluster(hardware, job.node_interconnect, job.gpus_per_node, job.nodes, DEFAULT.links, job.tp)
+    cluster = Cluster(hardware, job.node_interconnect, job.gpus_per_node, job.nodes, DEFAULT.links, job.tp, job.ep)
     events = ordered_as(job.engine, recording.events)
     roofline = Roofline(hardware, DEFAULT, job.compile)
     work = host_task(job, recording.facts, offloaded(recording, recording.events))

@@ -13,7 +13,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from shardwise.plan.dry_run.recording import TENSOR
+from shardwise.plan.dry_run.recording import EXPERTS, SAME_EXPERTS, TENSOR
 from shardwise.plan.hardware.devices import Hardware, Interconnect, Points
 
 REPLICATE = "replicate"
@@ -44,6 +44,8 @@ class Cluster:
     tp: int = 1
     """The number of consecutive ranks that share each matrix product. The ranks of a shard group, and those that share
     a sequence, are as far apart."""
+    ep: int = 1
+    """The number of consecutive ranks that hold different experts. Those that hold the same ones are as far apart."""
 
     @property
     def world_size(self) -> int:
@@ -56,8 +58,11 @@ class Cluster:
             apart = max(1, self.world_size // ranks)  # the ranks that hold one copy
             here = max(1, self.gpus_per_node // apart)
             return GroupTopology(ranks, max(1, ranks // here), min(apart, self.gpus_per_node))
-        here = max(1, self.gpus_per_node // (1 if group == TENSOR else self.tp))
+        apart = {TENSOR: 1, EXPERTS: 1, SAME_EXPERTS: self.ep}.get(group, self.tp)
+        here = max(1, self.gpus_per_node // apart)
         nodes = -(-ranks // here)
+        if ranks < here and here % ranks and self.nodes > 1:  # some of the groups are on two nodes
+            nodes += 1
         return GroupTopology(ranks, nodes, max(1, self.gpus_per_node // min(ranks, here)))
 
     def links(self, group: str, ranks: int) -> str:
@@ -70,7 +75,7 @@ class Cluster:
         Args:
             op: all_gather, reduce_scatter, all_reduce or all_to_all.
             nbytes: bytes of the whole buffer; for an all_to_all, bytes that this rank sends.
-            group: shard, replicate, secondary, context or `TENSOR`.
+            group: shard, replicate, secondary, context, `SAME_EXPERTS`, `EXPERTS` or `TENSOR`.
             ranks: the number of ranks in the group.
         """
         if ranks == 1:

@@ -1,9 +1,9 @@
 """Simulates a recorded step on streams: when every kernel and every collective runs, and what waits for what.
 
 The host launches work in recorded order, one operation after the other. It runs ahead of the device until it waits for
-the other hosts (`Exchange`) or for the device (`HostWait`). The device has a compute stream and, for each group, one
-stream that writes this rank's slice into the gather buffer, one for gathers and one for reductions. A kernel begins
-when it was launched and the one before it is over. So does a collective, with these conditions:
+the other hosts (`Exchange`) or for the device (`HostRead`, `HostWait`). The device has a compute stream and, for each
+group, one stream that writes this rank's slice into the gather buffer, one for gathers and one for reductions. A kernel
+begins when it was launched and the one before it is over. So does a collective, with these conditions:
 
 - the slice of a gather is written when its buffer has been released and the shards have been written (`Fence`); the
   gather begins when that is done;
@@ -30,6 +30,7 @@ from shardwise.plan.dry_run.recording import (
     Exchange,
     Fence,
     HostCopy,
+    HostRead,
     Kernel,
     StepEvent,
     StepPhase,
@@ -84,7 +85,7 @@ def simulate(
     return replay.finish()
 
 
-_TIMED = (Kernel, Collective, ActivationCollective, HostCopy, Wait, UnitMark, Fence, Exchange, HostWait)
+_TIMED = (Kernel, Collective, ActivationCollective, HostCopy, Wait, UnitMark, Fence, Exchange, HostRead, HostWait)
 
 
 def _alike(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
@@ -165,8 +166,9 @@ class _Simulation:
             self._fence(event)
         elif isinstance(event, Exchange):
             self.host_s += 2 * levels(event.ranks) * usual_host().hop_s.value
-        elif isinstance(event, HostWait):
-            self.host_s = max(self.host_s, self.released_s.get(event.unit, 0.0))
+        elif isinstance(event, HostRead | HostWait):
+            over_s = self.compute_s if isinstance(event, HostRead) else self.released_s.get(event.unit, 0.0)
+            self.host_s = max(self.host_s, over_s)
 
     def finish(self) -> Timeline:
         end_s = max([self.host_s, self.compute_s, *self.streams.values()])

@@ -56,7 +56,8 @@ def source_of(config: Config, text: TextShape) -> ModelSource:
 def forecasters_of(config: Config, text: TextShape) -> Forecasters:
     """Return what forecasts jobs of the run's model: this process, or others if a dry run needs a process group of its
     own, beside the run's."""
-    return Forecasters(_builder(config, text), 1 if config.parallel.ranks_per_batch == 1 else 2)
+    parallel = config.parallel
+    return Forecasters(_builder(config, text), 1 if parallel.ranks_per_batch == parallel.ep == 1 else 2)
 
 
 def _builder(config: Config, text: TextShape) -> Callable[[], nn.Module]:
