@@ -40,8 +40,6 @@ class Mesh:
     """A part of the shard group, over which units are resharded after forward."""
     secondary_size: int | None = None
     """Number of ranks in such a part, as `sw.shard` was told; None if it was not."""
-    same_experts: Mesh | None = None
-    """Those of the ranks that hold the same experts, if a plan has divided the model's experts already."""
 
     @property
     def world_size(self) -> int:

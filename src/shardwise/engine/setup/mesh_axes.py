@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import accelerators
 from shardwise.errors import MeshError
+from shardwise.fsdp.mesh import Mesh
 from shardwise.fsdp.strategy import Strategy
 from shardwise.policy.checks import check_count
 
@@ -64,6 +65,14 @@ def mesh(dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, ep
     if ep > 1:
         setattr(made, _EXPERT_RANKS, ep)
     return made
+
+
+@dataclass(frozen=True, eq=False)
+class DividedMesh(Mesh):
+    """Data axes of a model whose experts a plan has divided already."""
+
+    same_experts: Mesh = field(kw_only=True)
+    """Those of the ranks that hold the same experts."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from shardwise.engine.lookup import engine_of, engines_by_name, set_engine
 from shardwise.engine.setup.admission import check_admissible
 from shardwise.engine.setup.agreement import agree_on_layout, agree_on_values, cut_equal
 from shardwise.engine.setup.copying import copy_deeply
-from shardwise.engine.setup.mesh_axes import Axes
+from shardwise.engine.setup.mesh_axes import Axes, DividedMesh
 from shardwise.engine.setup.module_methods import refuse_conversions, tell_transformers, watch_state_dicts
 from shardwise.engine.setup.planners import Blocks, GroupedUnit, Units, nesting, planners_for
 from shardwise.engine.setup.torch_patches import install
@@ -191,7 +191,7 @@ def _divided(
         from shardwise.engine.setup.context_parallel import attend_across
 
         attend_across(model, axes.context)
-    experts = mesh.same_experts if isinstance(mesh, Mesh) else None
+    experts = mesh.same_experts if isinstance(mesh, DividedMesh) else None
     if axes is not None and axes.experts is not None:
         from shardwise.engine.setup.experts import apply_plan as divide_experts
         from shardwise.engine.setup.experts import same_experts

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.all_to_all import AllToAllPart, sent_parts
+from shardwise.engine.setup.mesh_axes import DividedMesh
 from shardwise.fsdp.collectives import (
     FINISHED,
     Buffer,
@@ -142,11 +143,12 @@ def traced_mesh(recorder: Recorder, rank: int, job: Job) -> Mesh:
     smaller = None
     if secondary is not None and shards not in {1, secondary}:
         smaller = TracedCollectives("secondary", shard.rank % secondary, secondary, recorder, on_streams)
-    device, same_experts = torch.device("cpu"), None
+    device = torch.device("cpu")
     if job.ep > 1:
         among = rank % shards // job.ep, shards // job.ep
         same_experts = Mesh(*_groups(recorder, on_streams, SAME_EXPERTS, among, replicate), device)
-    return Mesh(shard, over, device, secondary=smaller, secondary_size=secondary, same_experts=same_experts)
+        return DividedMesh(shard, over, device, same_experts=same_experts)
+    return Mesh(shard, over, device, secondary=smaller, secondary_size=secondary)
 
 
 def _groups(
