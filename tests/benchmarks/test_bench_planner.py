@@ -100,6 +100,18 @@ def test_rows_beside_tensor_parallelism() -> None:
     assert recording.facts.params == sum(p.numel() for p in cut_llama(shape).parameters())
 
 
+def test_whole_activations_beside_tensor_parallelism() -> None:
+    """Without sequence parallelism each part of a block sums what it returns, and in backward what it was given, once
+    for each layer that is cut by columns."""
+    shape = LlamaShape(layers=2, width=32, heads=4, kv_heads=2, hidden=48, vocab=96, seq_len=16)
+    job = PublishedJob(gpu="cpu", gpus_per_node=2, tp=2, seq_len=16, units={Block})
+    recording = record(partial(cut_llama, shape, along_sequence=False), job)
+    sent = [e for e in recording.events if isinstance(e, ActivationCollective)]
+    assert {e.op for e in sent} == {"all_reduce"}
+    assert sum(e.phase is StepPhase.FORWARD for e in sent) == 1 + 2 * 2
+    assert sum(e.phase is StepPhase.BACKWARD for e in sent) == 1 + 2 * 5
+
+
 def test_rows_beside_context_parallelism() -> None:
     """Ranks that share a sequence shard the model with the others; float8 is scored apart."""
     rows = read(DATA.with_name("context_parallel.jsonl"))
@@ -112,7 +124,7 @@ def test_rows_of_automodel() -> None:
     """Both axes beside sharding, and adapters; what is published agrees with the settings of its recipes."""
     rows = read(DATA.with_name("automodel.jsonl"))
     axes = [(row.job.mesh["dp_shard"], row.job.cp, row.job.tp) for row in rows]
-    assert axes == [(32, 2, 1), (4, 1, 2), (8, 1, 2)]
+    assert axes == [(32, 2, 1), (4, 1, 2), (8, 1, 2), (4, 1, 2), (8, 1, 2)]
     for row in rows:
         published, job = row.published, row.job
         assert row.scored("throughput")

@@ -114,6 +114,7 @@ class Row:
         keys = ("model", "n_layers", "d_model", "seq_len", "gpu", "n_gpus", "gpus_per_node", "strategy")
         keys += ("micro_batch_per_gpu", "grad_accum", "precision", "act_ckpt", "compile", "offload", "shard_group")
         keys += ("interconnect", "flash_attention", "optimizer", "source_key", "tp", "cp", "lora_rank")
+        keys += ("sequence_parallel",)
         return (*(self.published.get(key) for key in keys), self.job.activation_checkpointing)
 
     def scored(self, metric: str) -> bool:
@@ -205,7 +206,7 @@ def _builder(published: dict[str, Any]) -> tuple[Callable[[], nn.Module], type[n
     neox = "stablecode" in published["model"]
     litgpt = published["source_key"] == "thunder" and "torchtitan" not in published["model"]
     if (published.get("tp") or 1) > 1:
-        return partial(cut_llama, llama), LlamaBlock
+        return partial(cut_llama, llama, published.get("sequence_parallel", True)), LlamaBlock
     if published["source_key"] == "torchtitan-cp" or (published.get("cp") or 1) > 1:
         # only attention of transformers' models can reach across ranks
         return partial(transformers_llama, published["model"].lower()), LlamaDecoderLayer

@@ -1,4 +1,4 @@
-"""torchtitan's tensor parallelism with sequence parallelism, as a plan of the Llama beside this file."""
+"""Tensor parallelism of the Llama beside this file: torchtitan's plan, and the same without sequence parallelism."""
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -37,8 +37,17 @@ def torchtitans_plan() -> dict[str, ParallelStyle]:
     }
 
 
-def cut_llama(shape: LlamaShape) -> nn.Module:
-    """The Llama with this plan."""
+def plan_of_whole_activations() -> dict[str, ParallelStyle]:
+    """The same with activations that are whole on every rank between layers, as NeMo AutoModel's plan of Qwen2."""
+    columns = {f"layers.*.{name}": ColwiseParallel() for name in ("attention.wq", "attention.wk", "attention.wv")}
+    columns |= {f"layers.*.feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")}
+    rows = {f"layers.*.{name}": RowwiseParallel() for name in ("attention.wo", "feed_forward.w2")}
+    ends = {"tok_embeddings": RowwiseParallel(input_layouts=Replicate()), "output": ColwiseParallel()}
+    return columns | rows | ends
+
+
+def cut_llama(shape: LlamaShape, along_sequence: bool = True) -> nn.Module:
+    """The Llama with one of these plans."""
     model = Llama(shape)
-    model.tp_plan = torchtitans_plan()
+    model.tp_plan = torchtitans_plan() if along_sequence else plan_of_whole_activations()
     return model
