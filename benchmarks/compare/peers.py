@@ -57,14 +57,14 @@ class Peer:
 
     def load(self, directory: Path) -> str:
         """Load the newest step that can be loaded, as a script does that tries them in turn. Returns which it was."""
-        from torch.distributed.checkpoint import load
+        from torch.distributed.checkpoint import CheckpointException, load
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
         for path in sorted(directory.glob("step-*"), reverse=True):
             model, optimizer = get_state_dict(self.model, self.optimizer)
             try:
                 load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
-            except Exception as error:
+            except (Exception, CheckpointException) as error:  # the second, of DCP, is no Exception
                 print(f"{path.name} cannot be loaded: {type(error).__name__}", flush=True)
                 continue
             set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
