@@ -79,7 +79,7 @@ def test_offload_to_disk_needs_deepspeeds_path() -> None:
     }
     found = read_deepspeed({"zero_optimization": zero}, "ds.json")
     assert found.tree["offload"] == {"params": "nvme", "optimizer": "cpu", "gradients": "cpu", "path": "/local"}
-    assert found.changes == ["optimizer steps run on the device, which loads the optimizer state for the step"]
+    assert found.changes[:-1] == ["optimizer steps run on the device, which loads the optimizer state for the step"]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +106,7 @@ def test_deepspeed_s_own_defaults() -> None:
     assert found.get("parallel.param_dtype") == "fp32"
     assert found.open == ["scheduler"]
     assert "decoupled" in found.changes[0]
+    assert "DeepSpeed 0.19 would clip" in found.changes[1]
 
 
 def test_names_of_optimizers_are_looked_up_in_lower_case() -> None:

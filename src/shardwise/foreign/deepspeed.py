@@ -60,6 +60,10 @@ def read_deepspeed(values: Mapping[str, Any], where: str, into: ForeignSettings 
         else:
             settings.open.append(name)
     _read_logs(tree, settings)
+    if "gradient_clipping" not in values:
+        settings.changes.append(
+            "gradients are not clipped, as gradient_clipping is not given; DeepSpeed 0.19 would clip them to 1.0"
+        )
     tree.finish(_WITHOUT_EFFECT)
     return settings
 
