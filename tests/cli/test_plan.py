@@ -63,6 +63,23 @@ def test_json_is_the_forecast(capsys: Printed) -> None:
     assert printed == json.loads(json.dumps(forecast.to_dict()))
 
 
+def test_experts_over_ranks_are_searched_named_and_trained_with(capsys: Printed) -> None:
+    mixture = {**TINY, "model_type": "mixtral", "num_local_experts": 4, "num_key_value_heads": 2}
+    Path("config.json").write_text(json.dumps(mixture))
+    arguments = ["plan", "config.json", "--gpu", "cpu", "--gpus", "4", "--precision", "fp32", *FIXED]
+    assert run([*arguments, "--ep", "2", "--config", "run.toml", "--workers", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "4 x cpu, ep 2 (inside a node), 64 tokens per sequence" in shown.replace("\n", " ")
+    assert "full_shard ep2" in shown
+    assert "experts: routing is balanced" in shown
+    assert tomllib.loads(Path("run.toml").read_text())["parallel"]["ep"] == 2
+    assert run(["plan", "--from", "run.toml", "--gpu", "cpu", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["job"]["mesh"] == {"dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1, "ep": 2}
+    assert run([*arguments, "--ep", "1,2", "--json", "--workers", "1"]) == 0
+    assert {found["ep"] for found in json.loads(capsys.readouterr().out)["search"]["candidates"]} == {1, 2}
+
+
 def test_the_winner_trains_unchanged(capsys: Printed) -> None:
     """A configuration written for one CPU rank is loaded and run for a step: shape, dtype and batch are as planned."""
     arguments = ["plan", "config.json", "--gpu", "cpu", "--gpus", "1", "--global-batch", "4", "--precision", "bf16"]

@@ -126,6 +126,28 @@ def test_a_tensor_axis_is_proposed_inside_a_node_at_sizes_that_divide_heads() ->
     assert tensor_ranks(sw.plan.forecast(gpt2, **given)) == []  # no plan of its own
 
 
+def test_an_axis_of_experts_is_proposed_where_a_mixture_does_not_fit_or_waits_for_the_network() -> None:
+    given = {**ALONE, "gpus_per_node": 8, "seq_len": 16, "strategy": "full_shard"}
+    mixture = {**SMALL, "model_type": "mixtral", "num_local_experts": 6, "num_key_value_heads": 4}
+    found = sw.plan.forecast(mixture, **given)
+    assert found.recording.facts.experts_divided_by == 6
+    kinds = [[change.flags for change in kind] for _, kind in _kinds(Question(mixture, given), found)]
+    assert kinds.index(["--ep 2"]) < kinds.index(["--tp 2", "--tp 4"])
+    asked = [[change.flags for change in kind] for _, kind in _kinds(Question(mixture, {**given, "ep": 1}), found)]
+    assert ["--ep 2"] not in asked
+    divided = sw.plan.forecast(mixture, **given, ep=2)
+    assert divided.recording.facts.experts_divided_by == 6
+    assert divided.memory["gathered_slots"] < found.memory["gathered_slots"]
+
+    def faster(job: Job) -> Forecast:
+        return replace(found, job=job, tokens_per_s_per_gpu=found.tokens_per_s_per_gpu * job.ep)
+
+    waiting = replace(judge(found, None), limited_by="network")
+    advice = faster_with_axis(Question(mixture, {**given, "tp": 1}), waiting, faster)
+    assert advice is not None
+    assert (advice.flags, advice.keys) == ("--ep 2", "parallel.ep=2")
+
+
 def test_a_context_axis_is_proposed_for_sequences_that_do_not_fit() -> None:
     given = {"gpus_per_node": 2, "seq_len": 4096, "loss": "fused", "slots": 2, "nccl_bytes": 0}
     given |= {"activation_checkpointing": "offload"}

@@ -65,6 +65,16 @@ def apply_plan(model: nn.Module, experts: DeviceMesh, tensor: DeviceMesh, exchan
             raise ConfigError(f"{asked}: {error}") from None
 
 
+def divided_modules(model: nn.Module) -> list[Any]:
+    """Return the modules of experts that the plan of a transformers model divides; none if it has no such plan."""
+    base: Any = base_of(model)
+    plan = getattr(base, "ep_plan", None)
+    if not isinstance(plan, dict):
+        return []
+    styles: dict[str, str] = base._expand_parallel_plan(plan)
+    return [base.get_submodule(name) for name, style in styles.items() if style == _DISPATCH]
+
+
 @dataclass(frozen=True, eq=False)
 class SameExperts(Mesh):
     """The data ranks that hold the same experts as this one."""

@@ -15,7 +15,7 @@ from shardwise.plan.dry_run.recorder import Recorder
 _NAME = "shardwise_balanced"
 
 
-class BalancedExchange(AllToAllEP):  # type: ignore[misc]  # transformers is not typed
+class BalancedExchange(AllToAllEP):
     """transformers' own exchange. What it reads to the host is that this rank sends as many (token, expert) pairs to
     every rank, itself included, as it receives from it."""
 
@@ -27,7 +27,7 @@ class BalancedExchange(AllToAllEP):  # type: ignore[misc]  # transformers is not
         pairs, ranks = top_k_index.numel(), self.ep_mesh.size()
         sizes = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
         with self._recorder.answering([*sizes, *sizes]):  # sent and received
-            return super()._dispatch_tokens(hidden_states, top_k_index, top_k_weights)
+            return super()._dispatch_tokens(hidden_states, top_k_index, top_k_weights)  # type: ignore[no-untyped-call]
 
 
 def registered(recorder: Recorder) -> str:

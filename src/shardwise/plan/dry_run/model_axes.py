@@ -85,6 +85,15 @@ def sliced_evenly_by(model: nn.Module) -> int:
     return heads_on_a_rank(inside)
 
 
+def experts_divided_by(model: nn.Module, job: Job) -> int:
+    """Return `Facts.experts_divided_by`."""
+    if not any(getattr(module, "ep_plan", None) for module in model.modules()):
+        return 1
+    from shardwise.engine.setup.experts import divided_modules
+
+    return math.gcd(*(module.num_experts * job.ep for module in divided_modules(model))) or 1
+
+
 def divide(model: nn.Module, axes: Axes, recorder: Recorder) -> None:
     """Cut a model over the axis "tp" by its own plan, let it attend across the axis "cp", and divide its experts over
     the axis "ep", in place.

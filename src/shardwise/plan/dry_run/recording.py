@@ -300,6 +300,8 @@ class Facts:
     sliced_evenly_by: int = 1
     """A number of ranks that can share each sequence, as any divisor can: the heads of attention on a rank. 1:
     sequences cannot be sliced."""
+    experts_divided_by: int = 1
+    """A number of ranks that can divide the experts, as any divisor can. 1: there are none, or no plan for them."""
     package_kernels: str = ""
     """Functions that run as one kernel because a package for GPUs has one, with the packages."""
 

@@ -41,7 +41,14 @@ from shardwise.plan.dry_run.fake_tensors import FakeTensors
 from shardwise.plan.dry_run.forward import TrainingForward
 from shardwise.plan.dry_run.gpu_kernels import device_kernels, full_sequences, package_kernels
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.dry_run.model_axes import Axes, cut_evenly_by, divide, model_axes, sliced_evenly_by
+from shardwise.plan.dry_run.model_axes import (
+    Axes,
+    cut_evenly_by,
+    divide,
+    experts_divided_by,
+    model_axes,
+    sliced_evenly_by,
+)
 from shardwise.plan.dry_run.recorder import Recorder
 from shardwise.plan.dry_run.recording import Facts, Recording, StepPhase
 from shardwise.plan.dry_run.smaller_units import smaller_units
@@ -202,6 +209,7 @@ class _DryRun:
             smaller_units=self.smaller_units,
             cut_evenly_by=cut_evenly_by(self.model),
             sliced_evenly_by=sliced_evenly_by(self.model),
+            experts_divided_by=experts_divided_by(self.model, self.job),
         )
 
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:

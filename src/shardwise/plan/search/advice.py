@@ -35,7 +35,7 @@ kernels for every few million elements, so that for more a forecast would take t
 _UNITS_SHARE = 0.1
 """Smaller units are proposed where slots take at least this part of the memory."""
 _AXIS_RANKS = (2, 4, 8)
-"""Sizes of a tensor or context axis that are proposed."""
+"""Sizes of a tensor, expert or context axis that are proposed."""
 _A_NODE = 8
 """GPUs of a node that are added before nodes are."""
 _TIMES = 3
@@ -115,10 +115,10 @@ def ways_out(
 
 
 def faster_with_axis(question: Question, best: Candidate, evaluate: Evaluate) -> Advice | None:
-    """Return the tensor or context axis with which the best configuration of a question is fastest, and its forecast,
-    if that is faster and the question leaves the axis open. Tried are, with as many sequences in a step, a tensor axis
-    where the configuration waits for the network, and a context axis where it recomputes though its micro-batches are
-    of one sequence: slices may fit without."""
+    """Return the tensor, expert or context axis with which the best configuration of a question is fastest, and its
+    forecast, if that is faster and the question leaves the axis open. Tried are, with as many sequences in a step, a
+    tensor axis and one of experts where the configuration waits for the network, and a context axis where it recomputes
+    though its micro-batches are of one sequence: slices may fit without."""
     found = best.forecast
     if found is None or question.compare:
         return None
@@ -130,6 +130,8 @@ def faster_with_axis(question: Question, best: Candidate, evaluate: Evaluate) ->
         ]
     elif job.recomputation.every and job.micro_batch == 1 and given.get(_RECOMPUTES) is None:
         tried += [(_slice(size), _without_recomputation(job, size)) for size in _open_context_ranks(question, found)]
+    if best.limited_by == "network":
+        tried += [(_spread(size), replace(job, ep=size)) for size in _open_expert_ranks(question, found)]
     fastest, speed = None, found.tokens_per_s_per_gpu
     for change, changed in tried:
         try:
@@ -272,6 +274,7 @@ def _leaner(question: Question, least: Forecast) -> Iterator[list[Change]]:
         yield [_change(f"--slots {LEAST_SLOTS}", f"parallel.slots={LEAST_SLOTS}", slots=LEAST_SLOTS)]
     if _slots_bytes(least) >= _UNITS_SHARE * needed_bytes(least):
         yield [_units(names, slots) for names, slots in least.recording.facts.smaller_units]
+    yield [_spread(size) for size in _open_expert_ranks(question, least)]
     yield [_slice(size) for size in _open_context_ranks(question, least)]
     if question.arguments.get("tp") is None:
         yield [_cut(size) for size in tensor_ranks(least)]
@@ -311,12 +314,17 @@ def _open_context_ranks(question: Question, forecast: Forecast) -> list[int]:
     return context_ranks(forecast) if question.arguments.get("cp") is None else []
 
 
+def _open_expert_ranks(question: Question, forecast: Forecast) -> list[int]:
+    evenly = forecast.recording.facts.experts_divided_by
+    return _axis_ranks(forecast.job, "ep", evenly) if question.arguments.get("ep") is None else []
+
+
 def _axis_ranks(job: Job, axis: str, evenly: int) -> list[int]:
     """Return the sizes that divide a number."""
     if job.on_cpu or job.compile:  # a compiled step's savings are not known for models that are cut or sliced
         return []
     own: int = getattr(job, axis)
-    inside = job.gpus_per_node // (job.ranks_per_batch // own)
+    inside = job.gpus_per_node // (1 if axis == "ep" else job.ranks_per_batch // own)
     sizes = [size for size in _AXIS_RANKS if size > own and inside % size == 0 == evenly % size]
     return [size for size in sizes if _is_possible(job, **{axis: size})]
 
@@ -327,6 +335,10 @@ def _cut(size: int) -> Change:
 
 def _slice(size: int) -> Change:
     return _change(f"--cp {size}", f"parallel.cp={size}", cp=size)
+
+
+def _spread(size: int) -> Change:
+    return _change(f"--ep {size}", f"parallel.ep={size}", ep=size)
 
 
 def _is_possible(job: Job, **changes: Any) -> bool:
