@@ -213,8 +213,10 @@ def test_activations_of_adapters(ranks: RankPools, mode: str) -> None:
     [
         {"ep": 2},
         {"ep": 4, "strategy": "shard_grad_op"},  # no rank has the experts of another
-        {"ep": 2, "cp": 2, "strategy": "hybrid_shard", "shard_group": 1, "precision": FP32},
-        {"ep": 2, "strategy": "shard_optimizer"},
+        pytest.param(
+            {"ep": 2, "cp": 2, "strategy": "hybrid_shard", "shard_group": 1, "precision": FP32}, marks=pytest.mark.slow
+        ),
+        pytest.param({"ep": 2, "strategy": "shard_optimizer"}, marks=pytest.mark.slow),
     ],
 )
 def test_memory_and_traffic_with_experts_of_ranks_own(ranks: RankPools, options: dict[str, Any]) -> None:
