@@ -40,6 +40,8 @@ class Unsharder:
         self._schedule = schedule
         self._slots = slots
         self._arena: Arena[Unit] | None = None
+        self._meshes: list[Mesh] = []
+        """Those that the units are on."""
         self.slots: dict[int, Slot[Unit]] = {}
         """Every slot by the identity of its storage, those that are shards themselves included."""
         self.retired_slots = 0
@@ -56,8 +58,9 @@ class Unsharder:
         """Allocate every slot, once. Every rank must call this."""
         if self._arena is not None:
             return
-        self._arena = Arena(BufferKind.GATHER)
-        for mesh, members in by_mesh(units).items():
+        self._arena, by_ranks = Arena(BufferKind.GATHER), by_mesh(units)
+        self._meshes = [*by_ranks]
+        for mesh, members in by_ranks.items():
             moving = [unit for unit in members if unit.reshards_after_forward]
             kept = [unit for unit in members if not (unit.reshards_after_forward or unit.parameters.is_pinned)]
             classes = [*size_classes(sizes(moving), lambda _: self._slots), *size_classes(sizes(kept), len)]
@@ -186,7 +189,8 @@ class Unsharder:
 
     def settle(self) -> None:
         """Order the current stream after all reads of this rank's slices, so that these may be written."""
-        self._mesh.shard.settle()
+        for mesh in self._meshes:
+            mesh.shard.settle()
 
     def reshard_all(self, units: Sequence[Unit]) -> None:
         """Take every slot back, even one that an interrupt left with a holder that does not know of it."""

@@ -4,8 +4,9 @@ gradients and weights are those of one process."""
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ import transformers
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, LayoutError, MeshError, UsageError
+from shardwise.fsdp.unit import by_mesh
 from tests.engine.rig import on_ranks
 from tests.engine.tensor.rig import CONFIGS, SIZES, build, forget_meshes
 
@@ -111,6 +114,11 @@ def test_meshes_strategies_and_ways(ranks: Any, case: str) -> None:
 def test_what_a_rank_holds_and_says() -> None:
     forget_meshes()
     model = _build("mixtral")
+    precision = sw.Precision(param="bfloat16", keep=("*.down_proj",))
+    sw.shard(model, mesh=sw.mesh(ep=2), precision=precision)
+    kept = [[group.dtypes.compute for group in unit.groups] for unit in require_engine(model).units]
+    assert [dtypes for dtypes in kept if len(dtypes) > 1] == [[torch.bfloat16, torch.float32]] * 2
+    model = _build("mixtral")
     sw.shard(model, mesh=sw.mesh(ep=2))
     expert = dict(model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
     assert expert.shape == (4, 32, 48)
@@ -124,7 +132,13 @@ def test_what_a_rank_holds_and_says() -> None:
     assert copied == ["embed_tokens", "experts"]
     assert expert.device_mesh.mesh_dim_names == ("efsdp", "ep")
     assert len(expert.placements) == 2
-    prompts = [torch.arange(3 + dist.get_rank())]
+    meshes = by_mesh(require_engine(model).units)
+    assert [mesh.shard.world_size for mesh in meshes] == [4, 2]
+    with ExitStack() as stack:
+        settled = [stack.enter_context(mock.patch.object(mesh.shard, "settle")) for mesh in meshes]
+        model(input_ids=torch.arange(8)[None])
+        assert [one.call_count for one in settled] == [1, 1]  # steps may write shards then
+    prompts = [torch.arange(3, 6 + dist.get_rank())]
     answer = sw.generate(model.eval(), prompts, do_sample=False, max_new_tokens=3)[0].ids
     plain = _build("mixtral").eval().generate(prompts[0][None], do_sample=False, max_new_tokens=3, pad_token_id=0)
     assert answer == plain[0, len(prompts[0]) :].tolist()

@@ -24,7 +24,7 @@ from shardwise.fsdp.mesh import Mesh, build_mesh
 from shardwise.fsdp.parameter_group import Dtypes, Group, Original
 from shardwise.fsdp.shard import Named, Seams, UnitPlan, dtypes_of, modules_below
 from shardwise.fsdp.sharded_parameter import Placement
-from shardwise.fsdp.strategy import Strategy
+from shardwise.fsdp.strategy import Precision, Strategy
 from shardwise.modules.adapters import base_of
 from shardwise.modules.extended import is_tensor_parallel
 
@@ -89,11 +89,11 @@ def same_experts(strategy: Strategy, axes: DeviceMesh) -> SameExperts:
     return SameExperts(data.shard, data.replicate, data.device, data.spans, axes=axes)
 
 
-def divide(seams: Seams, same_experts: Mesh, resharding: bool | int) -> None:
+def divide(seams: Seams, same_experts: Mesh, precision: Precision, resharding: bool | int) -> None:
     """Let the experts of a model whose plan was applied be units of their own on these ranks."""
     if not isinstance(resharding, bool):
         raise ConfigError(f"reshard_after_forward={resharding} beside sw.mesh(ep=...): pass True or False")
-    kind = ExpertGroups(same_experts)
+    kind = ExpertGroups(same_experts, precision)
     seams.planners.append(experts_alone)
     seams.reviews.insert(0, kind.stand_in)
     seams.kinds.insert(0, kind)
@@ -143,8 +143,9 @@ class ExpertGroup(TensorParallelGroup):
 class ExpertGroups(TensorParallelGroups):
     """Groups of parameters of experts, on the data ranks that hold the same ones."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, precision: Precision) -> None:
         """`mesh`: the data ranks that hold the same experts as this one."""
+        super().__init__(precision)
         self._mesh = mesh
 
     def stand_in(self, model: nn.Module, plans: Sequence[UnitPlan]) -> None:

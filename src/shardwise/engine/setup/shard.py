@@ -139,7 +139,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     if experts is not None:
         from shardwise.engine.setup.experts import divide
 
-        divide(seams, experts, resharding)
+        divide(seams, experts, precision, resharding)
     if adoption is not None:
         adoption.join(seams)
     with over_tensor_axis:
@@ -265,7 +265,7 @@ def _take_subclasses(seams: Seams, model: nn.Module, precision: Precision, offlo
                 f"precision.frozen={precision.frozen!r} of DTensors is not supported: leave frozen out, or the axis "
                 "'tp' or 'ep'"
             )
-        kinds.append(TensorParallelGroups())
+        kinds.append(TensorParallelGroups(precision))
     seams.kinds += kinds
     seams.reviews += [kind.stand_in for kind in kinds]
 

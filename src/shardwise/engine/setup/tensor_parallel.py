@@ -40,6 +40,7 @@ from shardwise.fsdp.mesh import Mesh
 from shardwise.fsdp.parameter_group import Group, Original
 from shardwise.fsdp.shard import UnitPlan, dtypes_of
 from shardwise.fsdp.sharded_parameter import ShardedParameter
+from shardwise.fsdp.strategy import Precision
 from shardwise.fsdp.torch_collectives import DryCollectives
 from shardwise.modules.adapters import base_of
 from shardwise.modules.deferred_init.deferral import is_deferred
@@ -49,6 +50,9 @@ from shardwise.modules.extended import DTENSOR
 class TensorParallelGroups:
     """Groups of parameters that are DTensors on a tensor mesh: one for each mesh."""
 
+    def __init__(self, precision: Precision) -> None:
+        self._precision = precision
+
     def stand_in(self, model: nn.Module, plans: Sequence[UnitPlan]) -> None:
         """Replace each DTensor by a plain parameter over its local tensor, to build units with; a `Review`."""
         for plan in plans:
@@ -57,9 +61,9 @@ class TensorParallelGroups:
             plan.parameters = [(fqn, local_of(parameter), sites) for fqn, parameter, sites in plan.parameters]
 
     def key(self, fqn: str, parameter: nn.Parameter) -> Hashable:
-        """Return the tensor mesh of a DTensor, otherwise None."""
+        """Return the tensor mesh of a DTensor and whether it is computed with in its master dtype, otherwise None."""
         dtensor = getattr(parameter, DTENSOR, None)
-        return None if dtensor is None else dtensor.device_mesh
+        return None if dtensor is None else (dtensor.device_mesh, self._precision.keeps(fqn))
 
     def make(self, originals: Sequence[Original], engine: Engine) -> Group:
         """Make a group. Raises MeshError if the model's data ranks are not those of one place in the tensor mesh."""
