@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed import checkpoint as dcp
 
 import shardwise as sw
 from tests.engine.tensor.rig import build, forget_meshes
@@ -118,3 +119,35 @@ def _pretrained(path: Path) -> None:
 
 def test_pretrained_weights_are_read_and_streamed(ranks: Any, tmp_path: Path) -> None:
     ranks(4).run(_pretrained, tmp_path)
+
+
+# Of torch -------------------------------------------------------------------------------------------------------------
+
+CUTS: dict[str, tuple[str, dict[str, int]]] = {
+    "experts": ("mixtral", {"ep": 2}),
+    "experts cut by features": ("mixtral", {"tp": 2}),
+    "packed weights": ("phi3", {"tp": 2}),
+    "uneven": ("llama-uneven", {"tp": 2}),
+}
+
+
+def _through_dcp(name: str, axes: dict[str, int], path: Path) -> None:
+    """torch's `distributed.checkpoint` reads what an unsharded model wrote, and an unsharded one what it writes."""
+    forget_meshes()
+    plain, model = build(name), build(name, seed=1)
+    if dist.get_rank() == 0:
+        dcp.save({"model": plain.state_dict()}, checkpoint_id=path / "plain", no_dist=True)
+    dist.barrier()
+    sw.shard(model, mesh=sw.mesh(**axes), tp_plan="auto" if "tp" in axes else None)
+    dcp.load({"model": model.state_dict()}, checkpoint_id=path / "plain")
+    full = sw.full_state_dict(model, rank0_only=False)
+    assert all(torch.equal(full[key], value) for key, value in plain.state_dict().items())
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path / "sharded")
+    again = build(name, seed=2)
+    dcp.load({"model": again.state_dict()}, checkpoint_id=path / "sharded", no_dist=True)
+    assert all(torch.equal(again.state_dict()[key], value) for key, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_torchs_distributed_checkpoints_have_the_whole(ranks: Any, tmp_path: Path, case: str) -> None:
+    ranks(4).run(_through_dcp, *CUTS[case], tmp_path)

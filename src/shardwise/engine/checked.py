@@ -30,6 +30,7 @@ from shardwise.engine.interrupts import InterruptibleForwards
 from shardwise.engine.nested_hooks import NestedSavedTensors
 from shardwise.engine.reductions import CustomReducer
 from shardwise.errors import CollectiveTimeout, MismatchError, UsageError
+from shardwise.fsdp.collectives import Collectives
 from shardwise.fsdp.engine import Backward, Engine
 from shardwise.fsdp.gradients import Key
 from shardwise.fsdp.parameter_group import ParameterState
@@ -184,6 +185,13 @@ class CheckedEngine(Engine):
         for reduction in self.reducer.custom.values():
             reduction.abandon()
         self._is_allocated = False
+
+    @property
+    def joint_groups(self) -> list[Collectives]:
+        """Groups whose ranks must call the model as often as one another: they gather from each other, or send tokens
+        to each other's experts."""
+        has_experts = any(unit.mesh is not self.mesh for unit in self.units)
+        return [self.mesh.shard, *([self.mesh.replicate] if has_experts else ())]
 
     @property
     def is_rank0(self) -> bool:

@@ -79,7 +79,7 @@ def generate(
     """
     engine = engine_of(model)
     is_shared = engine is not None and not engine.is_suspended
-    peers = OverGroups([engine.mesh.shard] if is_shared and engine is not None else [])
+    peers = OverGroups(engine.joint_groups if is_shared and engine is not None else [])
     with peers.together():
         generator = Generator(model, tokenizer, options, seed)
         batches = generator.batches(inputs, batch_size)

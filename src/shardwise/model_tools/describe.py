@@ -226,8 +226,10 @@ def _numbers(parameters: Sequence[ParameterPlace], *sizes: int) -> tuple[str, ..
 def _who_holds_what(engine: Engine, kinds: Sequence[Sequence[UnitPlace]]) -> list[str]:
     ranks = engine.mesh.shard.world_size
     each = f", in each of {engine.mesh.replicate.world_size} replicas" if engine.mesh.replicate.world_size > 1 else ""
-    lines = [f"who holds what: ranks 0-{ranks - 1} of the shard group{each}" if ranks > 1 else "every rank holds all"]
     meshes = {unit.fqn: unit.mesh for unit in engine.units}
+    all_but = "" if all(mesh is engine.mesh for mesh in meshes.values()) else ", of the experts its own"
+    who = f"who holds what: ranks 0-{ranks - 1} of the shard group{each}"
+    lines = [who if ranks > 1 else f"every rank holds all{all_but}"]
     for kind in kinds if ranks > 1 else ():
         name, own = _span([unit.fqn for unit in kind]) or "(root)", meshes[kind[0].fqn].shard.world_size
         over = "" if own == ranks else f", of the {own} with the same experts" if own > 1 else ", each its own experts"

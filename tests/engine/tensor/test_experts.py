@@ -142,6 +142,8 @@ def test_what_a_rank_holds_and_says() -> None:
     answer = sw.generate(model.eval(), prompts, do_sample=False, max_new_tokens=3)[0].ids
     plain = _build("mixtral").eval().generate(prompts[0][None], do_sample=False, max_new_tokens=3, pad_token_id=0)
     assert answer == plain[0, len(prompts[0]) :].tolist()
+    with pytest.raises(UsageError, match=r"'0.model.layers.0.mlp.experts' has experts over ranks of their own: shard"):
+        sw.shard(nn.Sequential(model))
     with pytest.raises(UsageError, match=r"sw.join of a model with unit 'model.layers.0.mlp.experts', experts over"):
         sw.join(model, [0])
     with sw.unsharded(model):
@@ -149,6 +151,21 @@ def test_what_a_rank_holds_and_says() -> None:
         assert whole.shape == (4, 32, 48)
     with pytest.raises(UsageError, match=r"copy.deepcopy of a sharded model with 'model.layers.0.mlp.experts"):
         copy.deepcopy(model)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@on_ranks(2)
+def test_copies_that_send_tokens_generate_as_often_as_one_another() -> None:
+    forget_meshes()
+    model = _build("mixtral").eval()
+    sw.shard(model, "no_shard", mesh=sw.mesh(ep=2))
+    assert "every rank holds all, of the experts its own" in str(sw.describe(model))
+    prompts = [torch.arange(3, 6 + i) for i in range(1 + dist.get_rank())]
+    answers = sw.generate(model, prompts, batch_size=1, do_sample=False, max_new_tokens=3)
+    plain = _build("mixtral").eval()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = plain.generate(prompt[None], do_sample=False, max_new_tokens=3, pad_token_id=0)
+        assert answer.ids == expected[0, len(prompt) :].tolist()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -169,12 +186,23 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     three = transformers.MixtralConfig(**SIZES | {"num_local_experts": 3, "num_experts_per_tok": 2})
     with pytest.raises(ConfigError, match=r"ep=4\): Cannot evenly shard 3 experts"):
         sw.shard(transformers.MixtralForCausalLM(three), mesh=mesh)
+    tied = _build("mixtral")
+    first, second = (layer.mlp.experts for layer in tied.model.layers)
+    second.down_proj = first.down_proj
+    with pytest.raises(ConfigError, match=r"ep=4\): '.*1.mlp.experts.down_proj' is tied to other experts"):
+        sw.shard(tied, mesh=mesh)
+    with pytest.raises(MeshError, match=r"pass the whole mesh of sw.mesh\(ep=4\), of which \('dp_shard',\) is a part"):
+        sw.shard(_build("mixtral"), mesh=mesh["dp_shard"])
     for wrong, arguments in (
         ("offload of DTensors is not supported: leave offload out, or", {"offload": sw.Offload(params="cpu")}),
         (r"reshard_after_forward=2 beside sw.mesh\(ep=...\)", {"reshard_after_forward": 2}),
     ):
+        model = _build("mixtral")
         with pytest.raises(ConfigError, match=wrong):
-            sw.shard(_build("mixtral"), mesh=mesh, **arguments)
+            sw.shard(model, mesh=mesh, **arguments)
+        for again in ({"mesh": mesh}, {}):
+            with pytest.raises(UsageError, match=r"experts of '.*experts' were divided by a sw.shard that raised"):
+                sw.shard(model, **again)
     model = _build("mixtral")
     model.model.layers[0].mlp.experts.register_parameter("scale", nn.Parameter(torch.ones(1)))
     with pytest.raises(LayoutError, match=r"gate_up_proj' is of experts .*, and '.*experts.scale' is in the same unit"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, UsageError
 from shardwise.fsdp.shard import CONTAINERS, UnitPlan
 from shardwise.fsdp.sharded_parameter import ShardedParameter, sharded_of
 from shardwise.modules.extended import is_tensor_parallel
@@ -61,6 +61,16 @@ def check_not_transformers(model: nn.Module, over_tensor_axis: bool = True) -> N
                 "and ranks that share matrix products need the same ones: load it without distributed_config, or use "
                 "`shardwise train` with parallel.tp, or a script with sw.shard(model, mesh=sw.mesh(tp=...))"
             )
+
+
+def check_undivided(model: nn.Module) -> None:
+    """Raise UsageError if the experts of the model, or of one below, were divided by an earlier call of `sw.shard`."""
+    loaded = any(getattr(module, LOADED, False) for module in model.modules())  # refused in other words
+    for fqn, module in () if loaded else model.named_modules():
+        if getattr(module, "_is_expert_parallel", False):
+            if any(isinstance(parameter, ShardedParameter) for parameter in module.parameters()):
+                raise UsageError(f"{fqn!r} has experts over ranks of their own: shard the whole model in one call")
+            raise UsageError(f"the experts of {fqn!r} were divided by a sw.shard that raised: build the model again")
 
 
 def _is_cut_over_tensor_axis_alone(model: Any) -> bool:

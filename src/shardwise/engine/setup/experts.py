@@ -59,6 +59,9 @@ def apply_plan(model: nn.Module, experts: DeviceMesh, tensor: DeviceMesh, exchan
         adapted = next((name for name in wrappers if name in styles), None)
         if adapted is not None:
             raise ConfigError(f"{asked} beside an adapter of the experts {adapted!r} is not supported: leave ep out")
+        known = {name for name, _ in (*base.named_modules(), *base.named_parameters())}
+        if tied := next((name for name in styles if name not in known), None):
+            raise ConfigError(f"{asked}: {tied!r} is tied to other experts, which is not supported: leave ep out")
         try:
             apply_expert_parallelism(base, experts, tensor, styles, exchange)
         except ValueError as error:

@@ -53,7 +53,7 @@ def tell_transformers(model: nn.Module, engine: CheckedEngine) -> None:
             setattr(loaded, LOADED, False)
             loaded.config.distributed_config = None
     of_transformers = any(getattr(module, "_no_split_modules", None) is not None for module in model.modules())
-    if of_transformers and engine.mesh.shard.world_size > 1:
+    if of_transformers and any(group.world_size > 1 for group in engine.joint_groups):
         for module in model.modules():
             module.__dict__.update(dict.fromkeys(_MARKS, True))
 

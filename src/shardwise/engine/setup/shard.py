@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.checked import CheckedEngine
 from shardwise.engine.lookup import engine_of, engines_by_name, set_engine
-from shardwise.engine.setup.admission import check_admissible
+from shardwise.engine.setup.admission import check_admissible, check_undivided
 from shardwise.engine.setup.agreement import agree_on_layout, agree_on_values, cut_equal
 from shardwise.engine.setup.copying import copy_deeply
 from shardwise.engine.setup.mesh_axes import Axes, DividedMesh
@@ -170,6 +170,8 @@ def _divided(
     """Make the model tensor-parallel if there is a plan, let it attend across slices of sequences, and divide its
     experts. Returns the data axes of the mesh, a context to shard the model in, and the ranks that hold the same
     experts, if these are divided."""
+    if not isinstance(mesh, DividedMesh):
+        check_undivided(model)
     axes = Axes.of(mesh, strategy) if isinstance(mesh, DeviceMesh) else None
     tensor = None if axes is None else axes.tensor
     if plan is not None and tensor is None:

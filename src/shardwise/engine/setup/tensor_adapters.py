@@ -42,8 +42,8 @@ def set_aside(model: nn.Module, plan: str) -> Iterator[dict[str, nn.Module]]:
     for name, wrapper in wrappers.items():
         if is_of_parameter(wrapper):
             raise ConfigError(
-                f"{plan} beside PEFT's adapter of single parameters of {name!r} is not supported: leave "
-                "target_parameters out, or the plan"
+                f"{plan} beside PEFT's adapter of single parameters of {name!r} is not supported: adapt "
+                "other modules, or leave the plan out"
             )
     try:
         for parent, name, child in kept:

@@ -1,7 +1,9 @@
 """A piece as boxes of the whole tensor, as `torch.distributed.checkpoint` needs it to save and load.
 
 A rank's piece is a range of the flattened parameter, so in a tensor of n dims it is up to 2 n - 1 boxes, each of them a
-view of the piece. Replicas name equal boxes; torch writes one of each.
+view of the piece. Of a tensor that is cut over a tensor axis, or of experts over ranks, it is a range of the flattened
+part: these boxes of the part lie elsewhere in the whole, where the part has several ranges in pieces. Ranks that hold
+the same elements name equal boxes; torch writes one of each.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ def _create_write_items(sharded: ShardedParameter, fqn: str, object: object) -> 
 
     properties = TensorProperties.create_from_tensor(sharded.peek().detach())
     shape = sharded.placement.shape
-    boxes = _boxes(sharded) or ([] if math.prod(shape) else [Box((0,) * len(shape), shape)])
+    boxes = [view.box for view in _views(sharded)] or ([] if math.prod(shape) else [Box((0,) * len(shape), shape)])
     return write_items(fqn, shape, properties, boxes)
 
 
@@ -132,7 +134,7 @@ def _create_chunk_list(sharded: ShardedParameter) -> list[Any]:
     Counts as a write to the piece, even if that is empty: every rank must see that the parameter changes.
     """
     torch.autograd.graph.increment_version(sharded.peek())
-    return [_chunk(box) for box in _boxes(sharded)]
+    return [_chunk(view.box) for view in _views(sharded)]
 
 
 def _get_tensor_shard(sharded: ShardedParameter, index: Any) -> Tensor:
@@ -140,19 +142,52 @@ def _get_tensor_shard(sharded: ShardedParameter, index: Any) -> Tensor:
     piece has none there."""
     piece = sharded.local.detach()
     offsets = None if index.offset is None else tuple(index.offset)
-    start = 0
-    for box in _boxes(sharded):
-        if box.offsets == offsets:
-            return piece[start : start + box.numel].view(box.sizes)
-        start += box.numel
+    for view in _views(sharded):
+        if view.box.offsets == offsets:
+            return piece[view.start : view.start + view.around.numel].view(view.around.sizes)[view.inside]
     placement = sharded.placement
     if not math.prod(placement.shape):
         return piece.view(placement.shape)
     raise ValueError(f"rank {placement.shard_group.rank} has no part of {placement.fqn!r} at {offsets}")
 
 
-def _boxes(sharded: ShardedParameter) -> tuple[Box, ...]:
-    return boxes_of(sharded.placement.shape, sharded.fragment.start, sharded.fragment.stop)
+class _View(NamedTuple):
+    """A box of the whole tensor, and where a rank's piece has it."""
+
+    box: Box
+    around: Box
+    """The box of the rank's part that it lies in, which is consecutive in the piece."""
+    start: int
+    """The first element of `around` in the piece."""
+    inside: tuple[slice, ...]
+    """Its place in `around`."""
+
+
+def _views(sharded: ShardedParameter) -> Iterator[_View]:
+    """Yield the boxes of a rank's piece."""
+    placement, own, start = sharded.placement, sharded.fragment, 0
+    part = placement.part or tuple(((0, length),) for length in placement.shape)
+    lengths = tuple(sum(b - a for a, b in ranges) for ranges in part)
+    for around in boxes_of(lengths, own.start, own.stop):
+        by_dim = [
+            list(_within(ranges, offset, size))
+            for ranges, offset, size in zip(part, around.offsets, around.sizes, strict=True)
+        ]
+        for cut in itertools.product(*by_dim):
+            offsets, sizes, inside = zip(*cut, strict=True) if cut else ((), (), ())
+            yield _View(Box(offsets, sizes), around, start, inside)
+        start += around.numel
+
+
+def _within(ranges: Iterable[tuple[int, int]], offset: int, size: int) -> Iterator[tuple[int, int, slice]]:
+    """Yield what lies in each range of the indices [offset, offset + size) of ranges that are put together: where it
+    begins in the whole, how many, and where among them."""
+    before = 0
+    for first, end in ranges:
+        start, stop = max(offset, before), min(offset + size, before + end - first)
+        if start < stop:
+            yield first + start - before, stop - start, slice(start - offset, stop - offset)
+        before += end - first
 
 
 def _chunk(box: Box) -> Any:
