@@ -96,14 +96,14 @@ class CollectiveLog(Agreement):
         self.has_abandoned = False
         """Whether this rank has told its peers that it raised, and has begun nothing together with them since."""
 
-    def name_units(self, fqns: Sequence[str]) -> None:
-        """Name the units by their index, for errors. No communication."""
+    def name_units(self, fqns: Sequence[str], others: Sequence[Mesh] = ()) -> None:
+        """Name the units by their index, for errors. `others`: of units on ranks of their own. No communication."""
         self._labels = {int(point): words for point, words in _WORDS.items()}
         for index, fqn in enumerate(fqns):
             name = f"unit {fqn!r}" if fqn else "the root unit"
             self._labels[self.gather_label(index)] = f"the all_gather of {name}"
             self._labels[self.reduce_label(index)] = f"the reduction of {name}"
-        for group in self._mesh.groups:
+        for group in (group for mesh in (self._mesh, *others) for group in mesh.groups):
             group.labels.clear()
             group.labels.update(self._labels)
 

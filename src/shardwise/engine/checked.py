@@ -159,9 +159,10 @@ class CheckedEngine(Engine):
 
     def install(self, units: Sequence[Unit], model: nn.Module, ignored: Sequence[nn.Parameter]) -> None:
         """As in the base class. Every rank must call this."""
-        self.log.name_units([unit.fqn for unit in units])
-        groups = [group for unit in units for group in unit.groups if group.mesh is None]
-        axes = dict.fromkeys(axis for group in groups for axis in group.axes)
+        groups = [group for unit in units for group in unit.groups]
+        others = dict.fromkeys(group.mesh for group in groups if group.mesh is not None)
+        self.log.name_units([unit.fqn for unit in units], [*others])
+        axes = dict.fromkeys(axis for group in groups if group.mesh is None for axis in group.axes)
         self.log.watch([*axes], _order_of(units))
         super().install(units, model, ignored)
         for attach in registered(SEAM):

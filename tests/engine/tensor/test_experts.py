@@ -132,6 +132,9 @@ def test_what_a_rank_holds_and_says() -> None:
     assert copied == ["embed_tokens", "experts"]
     assert expert.device_mesh.mesh_dim_names == ("efsdp", "ep")
     assert len(expert.placements) == 2
+    experts = require_engine(model).units[-1]
+    label = require_engine(model).log.gather_label(experts.index)
+    assert experts.mesh.shard.labels[label] == "the all_gather of unit 'model.layers.1.mlp.experts'"
     meshes = by_mesh(require_engine(model).units)
     assert [mesh.shard.world_size for mesh in meshes] == [4, 2]
     with ExitStack() as stack:
