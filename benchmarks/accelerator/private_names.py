@@ -68,6 +68,8 @@ NAMES = (
     "torch.library._scoped_library",
     "torch.nn.modules.module._IncompatibleKeys",
     "torch.nn.utils.stateless._reparametrize_module",
+    "torch.ops.aten._local_scalar_dense",
+    "torch.ops.aten._local_scalar_dense.default",
     "torch.ops.aten._log_softmax",
     "torch.ops.aten._log_softmax_backward_data",
     "torch.ops.aten._scaled_dot_product_efficient_attention",
