@@ -87,7 +87,7 @@ def test_rows_beside_tensor_parallelism() -> None:
     """torchtitan's plan: sequences are cut between blocks; each part of a block gathers them and scatters its sum."""
     rows = read(DATA.with_name("tensor_parallel.jsonl"))
     assert [row.job.mesh for row in rows] == [
-        {"dp_replicate": 1, "dp_shard": shards, "cp": 1, "tp": 8} for shards in (32, 8, 16)
+        {"dp_replicate": 1, "dp_shard": shards, "cp": 1, "tp": 8, "ep": 1} for shards in (32, 8, 16)
     ]
     assert all(row.scored("throughput") and row.job.engine == "fsdp2" for row in rows)
     shape = LlamaShape(layers=2, width=32, heads=4, kv_heads=2, hidden=48, vocab=96, seq_len=16)
