@@ -45,7 +45,8 @@ def folders(tmp_path: Path) -> Path:
 def test_a_file_that_one_rank_lacks(ranks: RankPools, folders: Path) -> None:
     (folders / "1" / "texts" / "3.txt").unlink()
     said = (
-        r"rank 0 read \d+ rows .* rank 1 read \d+ rows .*: data\.source='texts/\*\.txt' .* same contents on all ranks"
+        r"rank 0 read \d+ sequences .* rank 1 read \d+ sequences .*: data\.source='texts/\*\.txt' .* same contents on "
+        "all ranks"
     )
     ranks(2).run(refused, str(folders), said, ["", ""])
 
