@@ -45,9 +45,8 @@ def apply_plan(model: nn.Module, experts: DeviceMesh, tensor: DeviceMesh, exchan
     that transformers has sharded.
     """
     check_not_transformers(model)
-    asked, base = f"sw.mesh(ep={experts.size()})", base_of(model)
-    plan: Any = getattr(base, "ep_plan", None)
-    if not isinstance(plan, dict) or _DISPATCH not in plan.values():
+    asked, base, styles = f"sw.mesh(ep={experts.size()})", base_of(model), _styles_of(model)
+    if _DISPATCH not in styles.values():
         raise ConfigError(
             f"{asked}: {type(base).__name__} has no plan that sends tokens to experts (`ep_plan`, {_DISPATCH!r}): "
             "leave ep out, which shards experts over all data ranks"
@@ -55,7 +54,7 @@ def apply_plan(model: nn.Module, experts: DeviceMesh, tensor: DeviceMesh, exchan
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     with marking(model, f"{asked} of {type(base).__name__}"), set_aside(base, asked) as wrappers:
-        styles: dict[str, str] = base._expand_parallel_plan(plan)  # type: ignore[operator]
+        styles = _styles_of(base)  # by the names from before PEFT
         adapted = next((name for name in wrappers if name in styles), None)
         if adapted is not None:
             raise ConfigError(f"{asked} beside an adapter of the experts {adapted!r} is not supported: leave ep out")
@@ -70,19 +69,21 @@ def apply_plan(model: nn.Module, experts: DeviceMesh, tensor: DeviceMesh, exchan
 
 def divided_modules(model: nn.Module) -> list[Any]:
     """Return the modules of experts that the plan of a transformers model divides; none if it has no such plan."""
+    return [base_of(model).get_submodule(name) for name, style in _styles_of(model).items() if style == _DISPATCH]
+
+
+def _styles_of(model: nn.Module) -> dict[str, str]:
+    """Return the styles of a transformers model's plan for experts, by names of modules and parameters."""
     base: Any = base_of(model)
     plan = getattr(base, "ep_plan", None)
-    if not isinstance(plan, dict):
-        return []
-    styles: dict[str, str] = base._expand_parallel_plan(plan)
-    return [base.get_submodule(name) for name, style in styles.items() if style == _DISPATCH]
+    return base._expand_parallel_plan(plan) if isinstance(plan, dict) else {}
 
 
 @dataclass(frozen=True, eq=False)
 class SameExperts(Mesh):
     """The data ranks that hold the same experts as this one."""
 
-    axes: DeviceMesh | None = None
+    axes: DeviceMesh = field(kw_only=True)
     """Their axes and, as the last one, that of the ranks that hold different experts."""
 
 
@@ -92,11 +93,11 @@ def same_experts(strategy: Strategy, axes: DeviceMesh) -> SameExperts:
     return SameExperts(data.shard, data.replicate, data.device, data.spans, axes=axes)
 
 
-def divide(seams: Seams, same_experts: Mesh, precision: Precision, resharding: bool | int) -> None:
+def divide(seams: Seams, mesh: Mesh, precision: Precision, resharding: bool | int) -> None:
     """Let the experts of a model whose plan was applied be units of their own on these ranks."""
     if not isinstance(resharding, bool):
         raise ConfigError(f"reshard_after_forward={resharding} beside sw.mesh(ep=...): pass True or False")
-    kind = ExpertGroups(same_experts, precision)
+    kind = ExpertGroups(mesh, precision)
     seams.planners.append(experts_alone)
     seams.reviews.insert(0, kind.stand_in)
     seams.kinds.insert(0, kind)
@@ -134,13 +135,10 @@ class ExpertGroup(TensorParallelGroup):
 
     def placement_of(self, index: int) -> Placement:
         """As the base class, with all axes that the experts are on."""
-        made = super().placement_of(index)
-        ranks = self.mesh.axes if isinstance(self.mesh, SameExperts) else None
-        if ranks is None:
-            return made
-        return ExpertPlacement(
-            self.layout, index, self.collectives, spec=self.specs[index], axes=self.axes, ranks=ranks
-        )
+        if not isinstance(self.mesh, SameExperts):  # in a dry run
+            return super().placement_of(index)
+        spec, ranks = self.specs[index], self.mesh.axes
+        return ExpertPlacement(self.layout, index, self.collectives, spec=spec, axes=self.axes, ranks=ranks)
 
 
 class ExpertGroups(TensorParallelGroups):

@@ -101,10 +101,11 @@ class Axes:
         tensor = mesh[TENSOR] if TENSOR in names else None
         context = mesh[CONTEXT] if CONTEXT in names and mesh[CONTEXT].size() > 1 else None
         shards = mesh[SHARD] if context is None else mesh[SHARD, CONTEXT]._flatten(f"{SHARD}_{CONTEXT}")
-        size, experts = getattr(mesh._get_root_mesh(), _EXPERT_RANKS, 1), None
-        if size > 1 and mesh._get_root_mesh() is not mesh:
-            raise MeshError(f"pass the whole mesh of sw.mesh(ep={size}), of which {names} is a part")
+        root, experts = mesh._get_root_mesh(), None
+        size = getattr(root, _EXPERT_RANKS, 1)
         if size > 1:
+            if mesh is not root:
+                raise MeshError(f"pass the whole mesh of sw.mesh(ep={size}), of which {names} is a part")
             experts = shards._unflatten(0, (shards.size() // size, size), (SAME_EXPERTS, EXPERTS))
         if REPLICATE not in names:
             return cls(shards, tensor, context, experts)

@@ -24,7 +24,7 @@ from shardwise.engine.lookup import engine_of, engines_by_name, set_engine
 from shardwise.engine.setup.admission import check_admissible, check_undivided
 from shardwise.engine.setup.agreement import agree_on_layout, agree_on_values, cut_equal
 from shardwise.engine.setup.copying import copy_deeply
-from shardwise.engine.setup.mesh_axes import Axes, DividedMesh
+from shardwise.engine.setup.mesh_axes import EXPERTS, Axes, DividedMesh
 from shardwise.engine.setup.module_methods import refuse_conversions, tell_transformers, watch_state_dicts
 from shardwise.engine.setup.planners import Blocks, GroupedUnit, Units, nesting, planners_for
 from shardwise.engine.setup.torch_patches import install
@@ -198,12 +198,12 @@ def _divided(
         from shardwise.engine.setup.experts import apply_plan as divide_experts
         from shardwise.engine.setup.experts import same_experts
 
-        assert isinstance(mesh, DeviceMesh)
+        assert tensor is not None, "sw.mesh makes all axes"
         if below := engines_by_name(model):
             raise UsageError(
                 f"{next(iter(below))!r} is sharded already: with sw.mesh(ep=...), shard the whole model in one call"
             )
-        divide_experts(model, axes.experts["ep"], mesh["tp"])
+        divide_experts(model, axes.experts[EXPERTS], tensor)
         experts = same_experts(strategy, axes.experts)
     return (mesh if axes is None else axes.data), over_tensor_axis, experts
 
