@@ -1,4 +1,4 @@
-"""Experts over ranks of their own: a step, a save and what a rank holds, beside transformers' arrangement over FSDP2.
+"""Experts over ranks of their own: a step, a save, a load and bytes held, beside FSDP2 as transformers arranges it.
 
     python benchmarks experts                  # three minutes
     python benchmarks experts --out experts    # and write the result
@@ -6,14 +6,12 @@
 All train the same Mixtral on 4 CPU ranks over gloo, in the same processes, in turn. Two of them send tokens to experts
 with transformers' own plan at ep=2: shardwise (`sw.mesh(ep=2)`), and FSDP2 as transformers arranges it (experts on
 their own mesh, gradients divided by hand). The third is shardwise without `ep`, which gathers all experts instead.
-Saves: `sw.checkpoint` beside torch's `distributed.checkpoint`, weights and AdamW's state, on the same disk. Bytes held
-are those of parameters' local tensors. Times are the slowest rank's.
+Saves and loads: `sw.checkpoint` beside torch's `distributed.checkpoint`, weights and AdamW's state, on the same disk.
+Bytes held are those of parameters' local tensors. Times are the slowest rank's.
 """
 
 import argparse
 import os
-import shutil
-import tempfile
 from statistics import median
 from typing import Any
 
@@ -26,10 +24,9 @@ from torch.distributed.tensor import DTensor
 import shardwise as sw
 from benchmarks.common import facts, own_ranks, report
 from benchmarks.common.target import Target, paired_ratio
-from benchmarks.steps.tensor_parallel import Run, _dcp_load, _dcp_save, _slowest
+from benchmarks.steps.tensor_parallel import LENGTH, ROWS, VOCAB, Run, dcp_load, dcp_save, in_turn
 
 RANKS, EXPERT_RANKS = 4, 2
-ROWS, LENGTH, VOCAB = 2, 128, 4096
 
 
 def _mixtral(layers: int) -> Any:
@@ -80,29 +77,11 @@ def _rank(layers: int, rounds: int, steps: int) -> None:
         "shardwise, ep=2": Run(
             sw.shard(_mixtral(layers), mesh=sw.mesh(ep=EXPERT_RANKS)), sw.checkpoint.save, sw.checkpoint.load
         ),
-        "fsdp2, ep=2": Run(_theirs(_mixtral(layers)), _dcp_save, _dcp_load),
+        "fsdp2, ep=2": Run(_theirs(_mixtral(layers)), dcp_save, dcp_load),
         "shardwise, ep=1": Run(sw.shard(_mixtral(layers)), sw.checkpoint.save, sw.checkpoint.load),
     }
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    found: dict[str, dict[str, list[float]]] = {
-        what: {name: [] for name in runs} for what in ("losses", "step", "save", "held")
-    }
-    with tempfile.TemporaryDirectory() as own:
-        place = [own]
-        dist.broadcast_object_list(place)
-        for turn in range(-1, rounds):  # the first one is not counted
-            batches = [torch.randint(VOCAB, (ROWS, LENGTH), generator=generator) for _ in range(steps)]
-            for name in list(runs) if turn % 2 else reversed(list(runs)):
-                run, path, losses = runs[name], f"{place[0]}/{name}-{turn}", found["losses"][name]
-                took_s = _slowest(lambda run=run, batches=batches, losses=losses: losses.extend(map(run.step, batches)))
-                saved_s = _slowest(lambda run=run, path=path: run.save(path))
-                if dist.get_rank() == 0:
-                    shutil.rmtree(path)
-                if turn >= 0:
-                    found["step"][name].append(took_s / steps)
-                    found["save"][name].append(saved_s)
-    for name, run in runs.items():
-        found["held"][name] = [_held_bytes(run.model)]
+    found: dict[str, Any] = in_turn(runs, rounds, steps, torch.Generator().manual_seed(dist.get_rank()))
+    found["held"] = {name: _held_bytes(run.model) for name, run in runs.items()}
     own_ranks.tell(found)
     dist.destroy_process_group()
 
@@ -124,8 +103,8 @@ def main() -> None:
     rows = [
         [
             name,
-            *(f"{1000 * median(found[what][name]):.0f}" for what in ("step", "save")),
-            f"{max(one['held'][name][0] for one in everyone) / 2**20:.2f}",
+            *(f"{1000 * median(found[what][name]):.0f}" for what in ("step", "save", "load")),
+            f"{max(one['held'][name] for one in everyone) / 2**20:.2f}",
         ]
         for name in found["step"]
     ]
@@ -134,6 +113,7 @@ def main() -> None:
     targets = [
         paired_ratio("step over FSDP2's, both at ep=2", found["step"][ours], found["step"][theirs], 1.0),
         paired_ratio("save over DCP's, both at ep=2", found["save"][ours], found["save"][theirs], 0.6),
+        paired_ratio("load over DCP's, both at ep=2", found["load"][ours], found["load"][theirs], 0.8),
         Target("greatest difference of the losses of the three", apart, 1e-3),
     ]
     text = "\n\n".join(
@@ -142,7 +122,10 @@ def main() -> None:
             f"Mixtral of {args.layers} layers, width 256, 8 experts of 768, 2 for each token, fp32, on 4 CPU ranks "
             f"over gloo; {args.rounds} rounds of {args.steps} steps of {ROWS} x {LENGTH} tokens on each rank, in turn.",
             report.facts_line(machine),
-            report.table(["engine", "step, median ms", "save, median ms", "parameters on a rank, MiB, most"], rows),
+            report.table(
+                ["engine", "step, median ms", "save, median ms", "load, median ms", "parameters on a rank, MiB"],
+                rows,
+            ),
             "\n".join(f"- {target}" for target in targets),
         ]
     )

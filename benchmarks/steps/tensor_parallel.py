@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
@@ -30,7 +30,7 @@ from benchmarks.common.target import Target, paired_ratio
 from benchmarks.steps import wire
 
 RANKS, DATA = 4, 2
-ROWS, LENGTH = 2, 128
+ROWS, LENGTH, VOCAB = 2, 128, 4096
 
 
 def _llama(layers: int) -> Any:
@@ -38,7 +38,7 @@ def _llama(layers: int) -> Any:
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=4096,
+        vocab_size=VOCAB,
         hidden_size=512,
         intermediate_size=1536,
         num_hidden_layers=layers,
@@ -78,7 +78,7 @@ class Run:
         self._load(path, self.model, self.optimizer)
 
 
-def _dcp_save(path: str, model: Any, optimizer: Any) -> None:
+def dcp_save(path: str, model: Any, optimizer: Any) -> None:
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -86,7 +86,7 @@ def _dcp_save(path: str, model: Any, optimizer: Any) -> None:
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
 
 
-def _dcp_load(path: str, model: Any, optimizer: Any) -> None:
+def dcp_load(path: str, model: Any, optimizer: Any) -> None:
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -104,6 +104,34 @@ def _slowest(task: Callable[[], Any]) -> float:
     return float(took)
 
 
+def in_turn(
+    runs: Mapping[str, Run], rounds: int, steps: int, generator: torch.Generator
+) -> dict[str, dict[str, list[float]]]:
+    """Train, save and load each run in turn on the same batches, which `generator` draws. Every rank must call this.
+
+    Returns by run: "losses" of all steps, and by counted round the seconds of a "step", a "save" and a "load".
+    """
+    found: dict[str, dict[str, list[float]]] = {
+        what: {name: [] for name in runs} for what in ("losses", "step", "save", "load")
+    }
+    with tempfile.TemporaryDirectory() as own:
+        place = [own]
+        dist.broadcast_object_list(place)
+        for turn in range(-1, rounds):  # the first one is not counted
+            batches = [torch.randint(VOCAB, (ROWS, LENGTH), generator=generator) for _ in range(steps)]
+            for name in list(runs) if turn % 2 else reversed(list(runs)):
+                run, path, losses = runs[name], f"{place[0]}/{name}-{turn}", found["losses"][name]
+                took_s = _slowest(lambda run=run, batches=batches, losses=losses: losses.extend(map(run.step, batches)))
+                saved_s = _slowest(lambda run=run, path=path: run.save(path))
+                loaded_s = _slowest(lambda run=run, path=path: run.load(path))
+                if dist.get_rank() == 0:
+                    shutil.rmtree(path)
+                if turn >= 0:
+                    for what, seconds in (("step", took_s / steps), ("save", saved_s), ("load", loaded_s)):
+                        found[what][name].append(seconds)
+    return found
+
+
 def _rank(layers: int, rounds: int, steps: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo")
@@ -111,31 +139,14 @@ def _rank(layers: int, rounds: int, steps: int) -> None:
     ours = sw.shard(_llama(layers), mesh=mesh, tp_plan="auto")
     runs = {
         "shardwise": Run(ours, sw.checkpoint.save, sw.checkpoint.load),
-        "fsdp2": Run(_theirs(_llama(layers), mesh), _dcp_save, _dcp_load),
+        "fsdp2": Run(_theirs(_llama(layers), mesh), dcp_save, dcp_load),
     }
     generator = torch.Generator().manual_seed(mesh["dp_shard"].get_local_rank())
-    losses: dict[str, list[float]] = {name: [] for name in runs}
-    timed: dict[str, dict[str, list[float]]] = {what: {name: [] for name in runs} for what in ("step", "save", "load")}
-    found: dict[str, Any] = {**timed, "losses": losses}
-    with tempfile.TemporaryDirectory() as own:
-        place = [own]
-        dist.broadcast_object_list(place)
-        for turn in range(-1, rounds):  # the first one is not counted
-            batches = [torch.randint(4096, (ROWS, LENGTH), generator=generator) for _ in range(steps)]
-            for name in list(runs) if turn % 2 else reversed(list(runs)):
-                run, path = runs[name], f"{place[0]}/{name}-{turn}"
-                took = _slowest(lambda run=run, batches=batches: losses[name].extend(map(run.step, batches)))  # noqa: B023
-                saved = _slowest(lambda run=run, path=path: run.save(path))
-                loaded = _slowest(lambda run=run, path=path: run.load(path))
-                if dist.get_rank() == 0:
-                    shutil.rmtree(path)
-                if turn >= 0:
-                    for what, took_s in zip(timed, (took / steps, saved, loaded), strict=True):
-                        timed[what][name].append(took_s)
-        with wire.counting() as sent:
-            runs["shardwise"].step(batches[0])
-        found["sent"] = sum(sent.sent_bytes.values())
-        found["held"] = sum(group.layout.numel for unit in _units(ours) for group in unit.groups)
+    found: dict[str, Any] = in_turn(runs, rounds, steps, generator)
+    with wire.counting() as sent:
+        runs["shardwise"].step(torch.randint(VOCAB, (ROWS, LENGTH), generator=generator))
+    found["sent"] = sum(sent.sent_bytes.values())
+    found["held"] = sum(group.layout.numel for unit in _units(ours) for group in unit.groups)
     own_ranks.tell(found)
     dist.destroy_process_group()
 

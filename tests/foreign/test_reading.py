@@ -314,11 +314,15 @@ def test_transformers_distributed_config_with_what_is_different(tmp_path: Path) 
     found = read(tmp_path / "distributed.json")
     assert found.ranks == 8
     assert found.get("parallel.tp") == 2
-    assert found.without_equal == ["ep_size = 8 (expert parallelism)"]
+    assert found.without_equal == ["ep_size = 8 beside tp_size = 2 (expert parallelism)"]
     assert found.tree["offload"] == {"params": "cpu", "optimizer": "cpu", "gradients": "cpu"}
     assert any("not those of fsdp_plan" in change for change in found.changes)
     (tmp_path / "distributed.json").write_text('{"tp_size": 2, "tp_plan": {"lm_head": "colwise"}}')
     assert read(tmp_path / "distributed.json").changes == ["matrices are cut by the model's own plan, not by tp_plan"]
+    (tmp_path / "distributed.json").write_text('{"fsdp_size": 8, "ep_size": 4, "pp_size": 2}')
+    found = read(tmp_path / "distributed.json")
+    assert (found.get("parallel.ep"), found.ranks) == (4, 16)
+    assert found.without_equal == ["pp_size = 2 (pipeline parallelism)"]
     (tmp_path / "distributed.json").write_text('{"fsdp_size": 0}')
     with pytest.raises(ConfigError, match="fsdp_size = 0: must be a number of at least 1"):
         read(tmp_path / "distributed.json")

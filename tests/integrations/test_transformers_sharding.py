@@ -149,6 +149,10 @@ def test_such_a_run_is_saved_and_resumed(after: DistributedConfig, ranks: RankPo
     ("config", "words"),
     [
         (DistributedConfig(fsdp_size=4), "dp_replicate_size is 4, but the number of ranks is 1"),
+        (
+            DistributedConfig(fsdp_size=2, ep_size=2),
+            "ep_size = 2: not supported by this trainer: use",
+        ),
         (DistributedConfig(tp_size=2), "tp_size = 2: this trainer gives each rank its own batches"),
         (DistributedConfig(fsdp_plan={"lm_head": "keep_full_weight"}), "set fsdp_plan on the model instead"),
     ],

@@ -56,6 +56,11 @@ def arguments_of(config: Any) -> dict[str, Any]:
             "that share matrix products need the same ones: use `shardwise train` with parallel.tp, or a script with "
             f'sw.shard(model, mesh=sw.mesh(tp={config.tp_size}), tp_plan="auto")'
         )
+    if settings.get("parallel.ep") is not None:
+        raise ConfigError(
+            f"DistributedConfig: ep_size = {config.ep_size}: not supported by this trainer: use `shardwise train` with "
+            f"parallel.ep, or a script with sw.shard(model, mesh=sw.mesh(ep={config.ep_size}))"
+        )
     if config.fsdp_plan:
         raise ConfigError("DistributedConfig: set fsdp_plan on the model instead (model.fsdp_plan = {...})")
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
