@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.fsdp.strategy import Precision
+from shardwise.fsdp.strategy import Precision, Strategy
 from shardwise.plan.search.space import search_space
+from shardwise.plan.search.sweeps import by_setting
 from shardwise.policy.precision import precision_of
 
 
@@ -133,3 +134,13 @@ def test_precision_that_is_none() -> None:
         precision_of("bf61")
     with pytest.raises(PlanError, match="param/reduce/master"):
         precision_of("bf16/fp32")
+
+
+def test_an_axis_of_experts_leaves_out_what_shards_nothing() -> None:
+    """Strategies that shard over too few ranks are left out with the reason, and the others are searched."""
+    space = search_space({"gpus_per_node": 8, "ep": 4})
+    assert {sweep.base.ep for sweep in space.sweeps} == {4}
+    [alike] = by_setting(space.sweeps)
+    assert Strategy.FULL_SHARD in {sweep.base.strategy for sweep in alike}
+    why = "ep=4 does not divide the number of ranks that no_shard shards over, 1; use one of 1"
+    assert [(job.strategy, reason) for job, reason in space.left_out] == [(Strategy.NO_SHARD, why)]

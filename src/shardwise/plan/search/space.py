@@ -47,7 +47,7 @@ class SearchSpace:
     sweeps: tuple[Sweep, ...]
     """At least one."""
     left_out: tuple[tuple[Job, str], ...]
-    """(job without the conflicting argument, reason) for each strategy that the other arguments rule out."""
+    """(job without the conflicting arguments, reason) for each strategy that the other arguments rule out."""
 
     @property
     def size(self) -> int:
@@ -76,9 +76,9 @@ def search_space(arguments: Mapping[str, Any], global_batch: int | None = None) 
         batches = _batches(base, searched["micro_batch"], searched["accumulation"], global_batch)
         modes = _modes(searched["activation_checkpointing"])
         for strategy, group in _shardings(base, searched["strategy"], searched["shard_group"]):
-            job = replace(base, strategy=strategy, shard_group=group, reshard_after_forward=None)
+            job = replace(base, strategy=strategy, shard_group=group, reshard_after_forward=None, ep=1)
             try:
-                whole = replace(job, reshard_after_forward=base.reshard_after_forward)
+                whole = replace(job, reshard_after_forward=base.reshard_after_forward, ep=base.ep)
             except ConfigError as error:
                 left_out.append((job, str(error)))
             else:

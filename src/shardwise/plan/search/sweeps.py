@@ -118,7 +118,7 @@ def by_setting(sweeps: Sequence[Sweep]) -> list[list[Sweep]]:
     """Group the sweeps that differ only in strategy and shard group."""
     groups: dict[object, list[Sweep]] = {}
     for sweep in sweeps:
-        alike = replace(sweep.base, strategy=Strategy.NO_SHARD, shard_group=None, reshard_after_forward=None)
+        alike = replace(sweep.base, strategy=Strategy.FULL_SHARD, shard_group=None, reshard_after_forward=None)
         groups.setdefault((job_key(alike), str(sweep.base.interconnect)), []).append(sweep)
     return list(groups.values())
 
