@@ -127,6 +127,7 @@ class _Runner:
         with _as_invalid():
             plain = Plain(self.program, rank)
         sharded = Sharded(self.program, rank)
+        plain.draw_as(sharded.model)
         self._compare(plain, sharded)
         for number, action in enumerate(self.program.actions):
             self.action = number

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.engine.extensions.any_units import any_units_of
 from shardwise.engine.lookup import require_engine
+from shardwise.engine.setup.tensor_random import EvenDraws
 from tests.programs import parts
 from tests.programs.feed import WALKS, Batch, Losses, Place, batch_of
 from tests.programs.parts import DTYPES, Model, OnPurpose, build, plan_of, unpacked
@@ -178,6 +179,15 @@ class Plain(Side):
     def buffers(self) -> dict[str, Tensor]:
         names = [name for name, _ in self._computing.named_buffers()]
         return dict(zip(names, self._buffers[self.rank], strict=True))
+
+    def draw_as(self, sharded: nn.Module) -> None:
+        """After dropouts, go on with the states that a sharded model with uneven parts goes on with."""
+        own = dict(self._computing.named_modules())
+        for name, module in sharded.named_modules():
+            draws = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
+            for even in draws:
+                if isinstance(even, EvenDraws):
+                    even.watch(own[name])
 
     def micro_batch(self, place: Place, action: Train, synced: bool) -> None:
         """Forwards and backwards of every rank, and what becomes of the gradients."""
