@@ -26,7 +26,7 @@ BENCHMARKS = {
         "same_bits",
         "context_parallel",
         "tensor_parallel",
-        "tensor_bytes",
+        "axis_bytes",
         "uneven_tensor",
         "experts",
         "seeing",

@@ -213,10 +213,17 @@ def counting() -> Iterator[Wire]:
             setattr(owner, name, method)
 
 
-_FUNCTIONAL: dict[str, Callable[[Tensor, int], Fraction | int]] = {
-    "all_reduce": lambda given, ranks: Fraction(2 * (ranks - 1) * given.nbytes, ranks),
-    "all_gather_into_tensor": lambda given, ranks: (ranks - 1) * given.nbytes,
-    "reduce_scatter_tensor": lambda given, ranks: Fraction((ranks - 1) * given.nbytes, ranks),
+def _functional_all_to_all(args: Sequence[Any], group: ProcessGroup) -> Fraction | int:
+    given, _, sizes = args[:3]
+    others = sum(size for rank, size in enumerate(sizes) if rank != group.rank())
+    return Fraction(given.nbytes * others, max(given.shape[0], 1))
+
+
+_FUNCTIONAL: dict[str, Callable[[Sequence[Any], ProcessGroup], Fraction | int]] = {
+    "all_reduce": lambda args, group: Fraction(2 * (group.size() - 1) * args[0].nbytes, group.size()),
+    "all_gather_into_tensor": lambda args, group: (group.size() - 1) * args[0].nbytes,
+    "reduce_scatter_tensor": lambda args, group: Fraction((group.size() - 1) * args[0].nbytes, group.size()),
+    "all_to_all_single": _functional_all_to_all,
 }
 _SENDS_NOTHING = {"wait_tensor", "_wrap_tensor_autograd"}
 
@@ -232,7 +239,7 @@ class _Functional(TorchDispatchMode):
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "_c10d_functional" and name not in _SENDS_NOTHING:
             group = _resolve_process_group(args[-1])
-            self._wire.add(name, _FUNCTIONAL[name](args[0], group.size()), group)
+            self._wire.add(name, _FUNCTIONAL[name](args, group), group)
         return func(*args, **(kwargs or {}))
 
 
