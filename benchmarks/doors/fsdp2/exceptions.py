@@ -43,12 +43,11 @@ NOT_RUN = {
 }
 """Whatever the engine; the others are run with both."""
 
-_TP = "tensor parallelism beside it"
 _SHARD = "placements by dim, DTensor's private spec"
 NEEDS_DTENSOR = {
     "clip_grad_norm_.test_clip_grad_norm_1d": "the norm is to be a DTensor; here it is a plain tensor",
     "clip_grad_norm_.test_clip_grad_norm_2d": "the norm is to be a DTensor; FSDP2 fails on CPU ranks",
-    "grad_scaler.test_gradient_scaler": _TP,
+    "grad_scaler.test_gradient_scaler": "gradients are read as DTensors, by a private name; FSDP2 fails on CPU ranks",
     "init.test_shard_dtensor_parameters": _SHARD,
     "init.test_shard_tensor_parameters": _SHARD,
     "init.test_rank0_broadcast_meta_device_init": "state dicts made with distribute_tensor",
