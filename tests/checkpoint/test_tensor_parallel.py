@@ -21,7 +21,7 @@ from shardwise.checkpoint.format import manifest, row_exchange
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.ranks.file_barrier import FileBarrier
 from shardwise.errors import CheckpointError, PeerError
-from tests.engine.tensor.rig import Case, column_and_row, forget_meshes, loss_of, sequence, vocabulary
+from tests.engine.tensor.rig import CONFIGS, Case, column_and_row, forget_meshes, loss_of, sequence, vocabulary
 
 
 class InContext(Case):
@@ -87,17 +87,24 @@ def _save(case: Case, path: Path, asynchronous: bool = False) -> None:
 def _load(case: Case, path: Path) -> None:
     model, optimizer = _trained(case)
     assert sw.checkpoint.load(path, model, optimizer).step == 3
-    found = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
-    moments = {
-        (name, key): value.full_tensor()
-        for name, parameter in model.named_parameters()
-        for key, value in _moments(optimizer, parameter).items()
-    }
+    found = _whole(model, optimizer)
     _numbers(model, optimizer, 5)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(found[name], parameter.full_tensor()), name
-        for key, value in _moments(optimizer, parameter).items():
-            assert torch.equal(moments[name, key], value.full_tensor()), (name, key)
+    _same(found, _whole(model, optimizer))
+
+
+def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], Tensor]:
+    """Return whole parameters, by their names and "", and whole moments."""
+    return {
+        (name, key): value.full_tensor()  # type: ignore[operator]
+        for name, parameter in model.named_parameters()
+        for key, value in {"": parameter, **_moments(optimizer, parameter)}.items()
+    }
+
+
+def _same(found: dict[tuple[str, str], Tensor], expected: dict[tuple[str, str], Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for each, value in expected.items():
+        assert torch.equal(found[each], value), each
 
 
 def _bytes(path: Path) -> dict[str, bytes]:
@@ -261,35 +268,82 @@ def test_a_rank_that_fails_within_an_exchange_is_named_by_all(ranks: Any, tmp_pa
     ranks(4).run(_fail_inside, tmp_path / "saved", place, place == "receiving")
 
 
-def _save_mixtral(path: Path, tp: int) -> None:
+# Packed weights and experts -------------------------------------------------------------------------------------------
+
+PACKED = ("mixtral", "phi3")
+"""Mixtral stacks and packs its experts' matrices, and stores each alone. Phi-3 packs those of attention and of its MLP,
+and stores them so."""
+READERS = {"tp=4": (4, 4), "tp=2": (4, 2), "tp=1": (3, 1), "alone": (1, 1)}
+"""How many ranks read, and over how many of them weights are cut."""
+
+
+def _packed(name: str, tp: int, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a sharded model with heads for four tensor ranks, and its optimizer."""
     forget_meshes()
-    torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-        )
-    )
-    if tp > 1:
-        sw.shard(model, mesh=sw.mesh(tp=tp), tp_plan="auto")
-        expert = dict(model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
-        assert isinstance(expert, sw.ShardedParameter)
-        assert expert.placement.part is not None
-        assert expert.placement.part[2] != ((0, 48),)  # cut across rows, which are stored by expert
-    else:
+    kind, sizes = CONFIGS[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, kind)(**sizes | {"num_key_value_heads": 4})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if tp == 1:
         sw.shard(model)
-    sw.checkpoint.save(path, model)
+    else:
+        sw.shard(model, mesh=sw.mesh(tp=tp), tp_plan="auto")
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _save_packed(name: str, tp: int, path: Path) -> None:
+    """Save it after a step, and its weights alone as transformers does."""
+    model, optimizer = _packed(name, tp)
+    ids = torch.arange(16).view(2, 8)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    _numbers(model, optimizer, 5)
+    sw.checkpoint.save(path, model, optimizer, step=3)
+    full = sw.full_state_dict(model)
+    if dist.get_rank() == 0:
+        plain = transformers.AutoModelForCausalLM.from_config(model.config)
+        plain.load_state_dict(full)
+        plain.save_pretrained(path.with_suffix(".pretrained"))
+
+
+def _load_packed(name: str, tp: int, path: Path) -> None:
+    model, optimizer = _packed(name, tp, seed=1)
+    assert sw.checkpoint.load(path, model, optimizer).step == 3
+    pretrained, untrained = _packed(name, tp, seed=2)
+    sw.checkpoint.load_pretrained(path.with_suffix(".pretrained"), pretrained)
+    found, weights = _whole(model, optimizer), _whole(pretrained, untrained)
+    assert len(found) == 3 * len(weights)
+    _numbers(model, optimizer, 5)
+    expected = _whole(model, optimizer)
+    _same(found, expected)
+    _same(weights, {each: value for each, value in expected.items() if not each[1]})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("reader", ["tp=4", *(pytest.param(r, marks=pytest.mark.slow) for r in READERS if r != "tp=4")])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_weights_and_experts(ranks: Any, tmp_path: Path, name: str, reader: str) -> None:
+    """Saved over two tensor ranks, loaded over others, and from a directory of transformers."""
+    ranks(4).run(_save_packed, name, 2, tmp_path / "tp")
+    world_size, tp = READERS[reader]
+    ranks(world_size).run(_load_packed, name, tp, tmp_path / "tp")
+
+
+def _cut_across_rows(path: Path) -> None:
+    model, _ = _packed("mixtral", 2)
+    expert = dict(model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
+    assert isinstance(expert, sw.ShardedParameter)
+    assert expert.placement.part is not None
+    assert expert.placement.part[2] != ((0, 48),)
+    _save_packed("mixtral", 2, path)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_experts_cut_across_their_rows(ranks: Any, tmp_path: Path) -> None:
-    ranks(1).run(_save_mixtral, tmp_path / "alone", 1)
-    ranks(4).run(_save_mixtral, tmp_path / "tp", 2)
+    """They are stored by expert, as one process stores them."""
+    ranks(1).run(_save_packed, "mixtral", 1, tmp_path / "alone")
+    ranks(4).run(_cut_across_rows, tmp_path / "tp")
     assert _bytes(tmp_path / "tp") == _bytes(tmp_path / "alone")
     sw.checkpoint.verify(tmp_path / "tp")

@@ -66,7 +66,7 @@ def fsdp2(seed: int, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def save_fsdp2_with_tp(case: TensorCase, path: Path) -> State:
+def save_fsdp2_with_tp(form: str, case: TensorCase, path: Path) -> State:
     """A DCP directory of a model that FSDP2 shards beside a tensor axis, and what is in it."""
     mesh = case.mesh()
     torch.manual_seed(0)
@@ -74,12 +74,12 @@ def save_fsdp2_with_tp(case: TensorCase, path: Path) -> State:
     model = copy.deepcopy(plain)
     parallelize_module(model, mesh["tp"], dict(case.plan(model)))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh["dp_shard"])
-    fully_shard(model, mesh=mesh["dp_shard"])
+        fully_shard(block, mesh=case.data(mesh))
+    fully_shard(model, mesh=case.data(mesh))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)  # so that weights stay as they are
     loss_of(model, case.batches(mesh, 0)[1][0]).backward()
     optimizer.step()
-    dcp.save(in_form("nested", model, optimizer), checkpoint_id=path)
+    dcp.save(in_form(form, model, optimizer), checkpoint_id=path)
     return whole(model, optimizer) | plain.state_dict()
 
 

@@ -84,17 +84,31 @@ UNEVEN: list[dict[str, Any]] = [{"hidden": 24}, {"hidden": 22}, {"hidden": 2}]
 """For 2 x 2 ranks: even, uneven, and with no row for some. The vocabulary of 31 tokens is never even."""
 
 
+@pytest.mark.parametrize("form", ["nested", "torchtitan"])
 @pytest.mark.parametrize("model", UNEVEN, ids=str)
 @pytest.mark.parametrize("plan", [vocabulary, sequence], ids=lambda plan: plan.__name__)
 def test_what_fsdp2_wrote_beside_tensor_parallelism(
-    plan: Any, model: dict[str, Any], ranks: RankPools, tmp_path: Path
+    plan: Any, model: dict[str, Any], form: str, ranks: RankPools, tmp_path: Path
 ) -> None:
-    case = TensorCase(plan, model=model)
-    state = ranks(4).run(save_fsdp2_with_tp, case, tmp_path / "dcp")[0]
-    assert convert(tmp_path / "dcp", tmp_path / "own").left_out == ()
-    verify(tmp_path / "own")
-    alike(stored(tmp_path / "own"), state)
-    for loaded in ranks(4).run(load_with_tp, case, tmp_path / "own"):
+    _convert_with_tp(TensorCase(plan, model=model), form, ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["nested", "torchtitan"])
+@pytest.mark.parametrize("model", UNEVEN, ids=str)
+def test_what_fsdp2_wrote_beside_tensor_parallelism_and_replicas(
+    model: dict[str, Any], form: str, ranks: RankPools, tmp_path: Path
+) -> None:
+    _convert_with_tp(TensorCase(vocabulary, (2, 2, 2), "hybrid_shard", model=model), form, ranks, tmp_path)
+
+
+def _convert_with_tp(case: TensorCase, form: str, ranks: RankPools, path: Path) -> None:
+    """What FSDP2 wrote is the same in the checkpoint, and in the engine's model over the same mesh that loads it."""
+    state = ranks(case.world_size).run(save_fsdp2_with_tp, form, case, path / "dcp")[0]
+    assert convert(path / "dcp", path / "own").left_out == ()
+    verify(path / "own")
+    alike(stored(path / "own"), state)
+    for loaded in ranks(case.world_size).run(load_with_tp, case, path / "own"):
         alike(loaded, state)
 
 
