@@ -72,6 +72,30 @@ def test_a_tensor_parallel_run_trains_as_one_process(ranks: RankPools) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["llama", "phi3"])
+def test_pretrained_weights_are_tuned_as_by_one_process(ranks: RankPools, kind: str) -> None:
+    """Of a directory of transformers, which each rank reads its part of. Phi-3 packs its weights."""
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.AutoConfig.for_model(kind, **sizes, **special, num_attention_heads=2)
+    torch.manual_seed(5)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained("pretrained")
+    byte_tokenizer().save_pretrained("pretrained")
+    given = ("model.path=pretrained", "model.config=none", "parallel.units=none", "train.steps=3", "train.lr=1e-3")
+    run_alone("log.name=alone", *given)
+    printed, *_ = _train(ranks, 4, "log.name=mesh", "parallel.tp=2", *given)
+    assert "pretrained: each rank read its own" in printed
+    _assert_as_alone("mesh")
+    found, expected = (load_file(f"runs/{name}/final/model.safetensors") for name in ("mesh", "alone"))
+    before = load_file("pretrained/model.safetensors")
+    assert found.keys() == expected.keys() == before.keys()
+    for name, value in expected.items():
+        assert not torch.equal(value, before[name])
+        torch.testing.assert_close(found[name], value, atol=2e-4, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_tensor_parallel_run_goes_on_at_other_meshes(ranks: RankPools) -> None:
     saving = ("checkpoint.every=3", "checkpoint.keep_best=true")
     _train(ranks, 4, "log.name=two", "parallel.tp=2", *saving)
@@ -165,10 +189,11 @@ def _compiled_on_mesh(folder: str, overrides: tuple[str, ...]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_run_beside_tensor_parallelism(ranks: RankPools) -> None:
-    short = ("train.steps=3", "train.eval_every=0", "model.config.intermediate_size=45")
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_a_compiled_run_beside_another_axis(ranks: RankPools, axis: str) -> None:
+    short = ("train.steps=3", "train.eval_every=0", "model.config.intermediate_size=45", "data.document_mask=true")
     run_alone("log.name=alone", *short)
-    overrides = ("log.name=mesh", "parallel.tp=2", "train.compile=true", *short)
+    overrides = ("log.name=mesh", f"parallel.{axis}=2", "train.compile=true", *short)
     ranks(4).run(_compiled_on_mesh, str(Path.cwd()), overrides, timeout_s=240)
     _assert_as_alone("mesh")
 
@@ -289,6 +314,33 @@ def test_ranks_that_share_sequences_train_as_one_process(
     if "data.seq_len=31" in overrides:  # a row is padded to two equal slices
         tokens = [count // 31 * 32 for count in tokens]
     _assert_as_alone("mesh", tokens)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_slices_of_a_sequence_have_dropout_of_their_own(ranks: RankPools) -> None:
+    """Ranks of a tensor group, which have the same slice, drop the same of it."""
+    sizes = ("model.config.num_attention_heads=4", "train.steps=2", "parallel.cp=2", "parallel.tp=2")
+    masks = ranks(4).run(_masks, str(Path.cwd()), (*NEOX, *sizes), timeout_s=120)
+    assert torch.equal(masks[0], masks[1])
+    assert torch.equal(masks[2], masks[3])
+    for one, other in zip(masks[0], masks[2], strict=True):
+        assert 0.6 < (one == other).float().mean() < 0.76, "independent ones, which keep 0.8, agree in 0.68"
+
+
+def _masks(folder: str, overrides: tuple[str, ...]) -> Tensor:
+    """Train, and return what each dropout module kept in each forward."""
+    kept: list[Tensor] = []
+    drop = nn.Dropout.forward
+
+    def dropped(module: nn.Dropout, x: Tensor) -> Tensor:
+        output = drop(module, x)
+        if module.training:
+            kept.append(output != 0)
+        return output
+
+    with mock.patch.object(nn.Dropout, "forward", dropped):
+        _on_mesh(folder, overrides)
+    return torch.stack(kept)
 
 
 def test_slices_of_a_batch() -> None:

@@ -22,13 +22,31 @@ from tests.engine.rig import on_ranks
 from tests.engine.tensor.rig import CONFIGS, SIZES, build, forget_meshes
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
+"""A layer without experts, and one with two groups of four and a shared expert."""
 
 
 def _build(name: str) -> Any:
     if name in CONFIGS:
         return build(name)
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(**SIZES | {"head_dim": 8} | EXPERTS)
+    if name == "qwen3-moe":
+        config = transformers.Qwen3MoeConfig(**SIZES | {"head_dim": 8} | EXPERTS)
+    else:
+        config = transformers.DeepseekV3Config(**SIZES | DEEPSEEK)
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
@@ -52,8 +70,9 @@ def _train(name: str, axes: dict[str, int], strategy: str, way: str = "") -> Non
     full = sw.full_state_dict(model, rank0_only=False)
     assert all(torch.equal(full[key], value) for key, value in plain.state_dict().items())
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (plain, model)]
-    tolerance = 0.1 if way == "bf16" else 1e-4
     for step in range(2):
+        # AdamW divides small gradients by their own size, so what was rounded in the first step is larger in the second
+        tolerance = 0.1 if way == "bf16" else (1e-4, 3e-4)[step]
         data = _batches(step)
         own = data[dist.get_rank()]
         micro_batches = 2 if way == "accumulate" else 1
@@ -90,11 +109,13 @@ MESHES: dict[str, tuple[str, dict[str, int], str, str]] = {
     "full": ("mixtral", {"ep": 2}, "full_shard", ""),
     "full, qwen": ("qwen3-moe", {"ep": 2}, "full_shard", "recompute"),
     "full, alone": ("mixtral", {"ep": 4}, "full_shard", "accumulate"),
+    "full, deepseek": ("deepseek-v3", {"ep": 2}, "full_shard", "accumulate"),
     "zero2": ("mixtral", {"ep": 2}, "shard_grad_op", "recompute"),
     "zero1": ("mixtral", {"ep": 2}, "zero1", "accumulate"),
     "replicas": ("mixtral", {"ep": 2}, "no_shard", "idle"),
     "replicas, alone": ("mixtral", {"ep": 4}, "no_shard", "accumulate"),
     "hybrid": ("mixtral", {"ep": 2, "dp_replicate": 2}, "hybrid_shard", "accumulate"),
+    "zero2, deepseek": ("deepseek-v3", {"ep": 4}, "shard_grad_op", "recompute"),
     "hybrid zero2": ("qwen3-moe", {"ep": 2, "dp_replicate": 2}, "hybrid_shard_zero2", ""),
     "bf16": ("mixtral", {"ep": 2}, "full_shard", "bf16"),
     "one unit": ("mixtral", {"ep": 2}, "full_shard", "one-unit"),
