@@ -207,6 +207,25 @@ def test_an_import_of_a_later_module_of_the_engine_is_found() -> None:
     assert later_ones(source, "shardwise.fsdp.unit", reading_order()) == ["shardwise.fsdp.engine.Engine"]
 
 
+def dtensors_in(source: str, module: str) -> list[str]:
+    """Return what a module imports of torch's tensor parallelism."""
+    return [name for name in imports_of(source, module) if f"{name}.".startswith("torch.distributed.tensor.")]
+
+
+def test_the_engine_knows_no_dtensor() -> None:
+    """Tensor parallelism attaches to it from above (docs/design/tensor-parallel.md)."""
+    modules = [module for module in MODULES if package_of(module) == "fsdp"]
+    assert len(modules) > 10
+    assert [name for module in modules for name in dtensors_in(MODULES[module].read_text("utf-8"), module)] == []
+
+
+@pytest.mark.parametrize(
+    "source", ["import torch.distributed.tensor", "def f():\n    from torch.distributed.tensor import DTensor"]
+)
+def test_an_import_of_dtensors_is_found(source: str) -> None:
+    assert len(dtensors_in(source, "shardwise.fsdp.unit")) == 1
+
+
 @pytest.mark.parametrize("package", ROOMS)
 def test_every_folder_has_a_place_in_the_order(package: str) -> None:
     paths = list((ROOT / package).iterdir())
