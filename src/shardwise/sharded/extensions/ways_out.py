@@ -34,7 +34,8 @@ _INNER = "The inner product of two gradients of one parameter is (a * b).sum(), 
 _GRADIENT_EDGE = (
     "its gradient goes to the leaf that its unit computes with instead, so a hook of "
     "torch.autograd.graph.register_multi_grad_hook would never run: use the parameters' own register_hook (this "
-    "rank's gradient) or register_post_accumulate_grad_hook (the mean over ranks)"
+    "rank's gradient) or register_post_accumulate_grad_hook (the mean over ranks). Pipeline schedules that compute "
+    "gradients of weights apart (zero bubble) would leave it out: use Schedule1F1B or ScheduleInterleaved1F1B"
 )
 _WAYS_OUT: dict[str, str] = {
     "aten::_local_scalar_dense": LOOK,
