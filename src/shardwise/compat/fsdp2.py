@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed._composable import contract  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.compat.common import allow_autocast, mixed_class, without_effect
 from shardwise.engine.lookup import engine_of, engines_of
@@ -111,18 +111,20 @@ def fully_shard(  # noqa: PLR0913 - FSDP2's signature
         offload_policy: CPUOffloadPolicy = shards, reduced gradients and optimizer state rest in host memory between
             uses. `p.device` is the device that computes, and the step is taken there (docs/design/offload.md).
         ignored_params: not sharded.
-        dp_mesh_dims: names of the data axes of a larger mesh.
+        dp_mesh_dims: names of the data axes of a larger mesh. DTensors are on its other axes alone.
 
     Returns:
         The same module, or modules.
 
     Raises ValueError for a container that is never called or for a mesh with other axes, AssertionError for a module
     given to an earlier call, FSDP2's own errors for an invalid placement, and UsageError for a placement on a mesh of
-    its own; otherwise as `sw.shard`.
+    its own and, with `dp_mesh_dims`, for a DTensor on data axes; otherwise as `sw.shard`.
     """
     _check_callable(module)
     if mesh is not None and dp_mesh_dims is not None:
-        mesh = mesh[_dims(dp_mesh_dims)]
+        names = _dims(dp_mesh_dims)
+        _check_axes(module, names, ignored_params or ())
+        mesh = mesh[names]
     if mesh is not None and mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: slice the data axes out of it")
     if shard_placement_fn is not None:
@@ -293,6 +295,17 @@ def _dims(dims: DataParallelMeshDims) -> tuple[str, ...]:
             raise UsageError(f"dp_mesh_dims: {asked!r} names several axes; flatten them to one in the mesh")
         found += [] if asked is None else [asked]
     return tuple(found)
+
+
+def _check_axes(module: nn.Module | Sequence[nn.Module], data: Sequence[str], ignored: Iterable[nn.Parameter]) -> None:
+    """Raise UsageError for a DTensor on the data axes."""
+    for name, parameter in _own_parameters(module, ignored).items():
+        axes = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
+        if not set(data).isdisjoint(axes):
+            raise UsageError(
+                f"dp_mesh_dims: {name!r} is a DTensor on the axes {' x '.join(axes)}: make it one on those beside the "
+                "data axes alone, as parallelize_module(model, mesh['tp'], plan) does"
+            )
 
 
 def _class_for(kind: type) -> type:
