@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from tests import device
+from tests.engine.tensor.styles import Conv1DStyle
 
 # torch remembers the meshes of other functions that ran in this process, whose groups are gone, as equal to new ones.
 forget_meshes = _clear_sharding_prop_cache
@@ -205,3 +206,15 @@ def build(name: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = getattr(transformers, kind)(**copy.deepcopy(settings))
     return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def gpt2(width: int = 48, use_local_output: bool = True) -> tuple[Any, dict[str, ParallelStyle]]:
+    """Return a model of transformers that has no plan of its own, and one of a user's, which cuts its MLPs."""
+    none = {f"{place}_pdrop": 0.0 for place in ("attn", "embd", "resid")}
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_inner": width}
+    mlp = "transformer.h.*.mlp"
+    plan: dict[str, ParallelStyle] = {
+        f"{mlp}.c_fc": Conv1DStyle(by_outputs=True, use_local_output=use_local_output),
+        f"{mlp}.c_proj": Conv1DStyle(by_outputs=False),
+    }
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **none)), plan

@@ -5,13 +5,13 @@ One process would be no reference to the bit: it computes a product in one sum t
 adds up a part. Nothing else differs from the unsharded model. Local tensors have the same shapes, so the same kernels
 compute with them; sums over the tensor axis are the same collectives of the same numbers; and the mean over data ranks
 is taken in their order, of terms that are scaled first, which the reference does too. So numbers of ranks that are no
-powers of two are exact as well. Updates are elementwise. The norm of all gradients is not compared: it adds squares
+powers of two are exact as well. Updates are elementwise. In bf16 the reference computes with a copy that is rounded to
+it, and terms of a mean are rounded before they are added. The norm of all gradients is not compared: it adds squares
 piece by piece.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import shardwise as sw
-from tests.engine.tensor.rig import Case, Model, build, column_and_row, loss_of, sequence, vocabulary
+from tests.engine.rig import wide
+from tests.engine.tensor.rig import Case, Model, build, column_and_row, gpt2, loss_of, sequence, vocabulary
 
+BF16: dict[str, Any] = {"precision": sw.Precision(param="bfloat16")}
 Local = dict[str, Tensor]
 """What a tensor rank has of tensors, by the names of parameters."""
 
@@ -39,6 +41,8 @@ CASES = (
     Case(column_and_row, shape=(2, 3)),
     Case(sequence),
     Case(sequence, shape=(2, 2, 2), strategy="hybrid_shard"),
+    Case(vocabulary, shard=BF16),
+    Case(sequence, strategy="shard_grad_op", shard=BF16),
 )
 
 
@@ -48,42 +52,63 @@ def test_training_is_that_of_the_unsharded_tensor_parallel_model(ranks: Any, cas
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_so_is_that_of_a_model_cut_by_the_plan_of_transformers(ranks: Any, name: str) -> None:
-    ranks(4).run(_train_llama, name)
+@pytest.mark.parametrize("shard", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gpt2"])
+def test_so_is_that_of_a_model_of_transformers(ranks: Any, name: str, shard: dict[str, Any]) -> None:
+    ranks(4).run(_train_transformers, name, shard)
 
 
 def _train(case: Case) -> None:
     mesh = case.mesh()
-    torch.manual_seed(0)
-    reference = Model(**case.model)
-    model = copy.deepcopy(reference)
-    for each in (reference, model):
-        parallelize_module(each, mesh["tp"], dict(case.plan(each)))
+
+    def cut() -> Any:
+        torch.manual_seed(0)
+        model = Model(**case.model)
+        return parallelize_module(model, mesh["tp"], dict(case.plan(model)))
+
+    model = cut()
     sw.shard(model, case.strategy, mesh=case.data(mesh), **case.shard)
-    _compare(case, mesh, reference, model, loss_of)
+    _compare(case, mesh, cut, model, loss_of)
 
 
-def _train_llama(name: str) -> None:
+def _train_transformers(name: str, shard: dict[str, Any]) -> None:
+    """Cut by the plan of transformers, GPT-2 by styles of a user's."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    case = Case(column_and_row)
+    case = Case(column_and_row, shard=shard)
     mesh = case.mesh()
-    reference, model = build(name), build(name)
-    apply_tensor_parallelism(reference, mesh["tp"], reference._expand_parallel_plan(reference.tp_plan))
-    sw.shard(model, mesh=mesh, tp_plan="auto")
-    _compare(case, mesh, reference, model, lambda each, tokens: each(input_ids=tokens, labels=tokens).loss)
+
+    def whole() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        return gpt2() if name == "gpt2" else (build(name), "auto")
+
+    def cut() -> Any:
+        model, plan = whole()
+        if plan == "auto":
+            apply_tensor_parallelism(model, mesh["tp"], model._expand_parallel_plan(model.tp_plan))
+            return model
+        return parallelize_module(model, mesh["tp"], plan)
+
+    model, plan = whole()
+    sw.shard(model, mesh=mesh, tp_plan=plan, **shard)
+    _compare(case, mesh, cut, model, lambda each, tokens: each(input_ids=tokens, labels=tokens).loss)
 
 
-def _compare(case: Case, mesh: DeviceMesh, reference: Any, model: Any, loss: Callable[[Any, Tensor], Tensor]) -> None:
-    """Train both for three steps. Each tensor group runs the whole batch through its unsharded model."""
+def _compare(
+    case: Case, mesh: DeviceMesh, cut: Callable[[], Any], model: Any, loss: Callable[[Any, Tensor], Tensor]
+) -> None:
+    """Train it and one that `cut` makes for three steps. Each tensor group runs the whole batch through the latter."""
+    reference = cut()
+    computing = _rounded(cut()) if case.shard else reference
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False) for each in (reference, model)]
     own = dist.get_rank() // mesh["tp"].size()
     for step in range(3):
         everyone, _ = case.batches(mesh, step)
         total: Local = {}
+        for copied, parameter in zip(computing.parameters(), reference.parameters(), strict=True):
+            _local(copied).copy_(_local(parameter))
         for number in range(case.micro_batches):
-            found = [_backward(reference, loss, tokens) for tokens in everyone[:, number]]
+            found = [_backward(computing, loss, tokens) for tokens in everyone[:, number]]
             mean = _mean([gradients for _, gradients in found], case)
             total = {name: total[name] + grad if total else grad for name, grad in mean.items()}
             value = loss(model, everyone[own, number])
@@ -96,6 +121,17 @@ def _compare(case: Case, mesh: DeviceMesh, reference: Any, model: Any, loss: Cal
             optimizer.step()
             optimizer.zero_grad()
         _same(model, dict(model.named_parameters()), {name: _local(p) for name, p in reference.named_parameters()})
+
+
+def _rounded(model: Any) -> Any:
+    """Make a model's parameters bf16, and leave its buffers as they are."""
+    made: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                made.setdefault(parameter, nn.Parameter(parameter.detach().bfloat16()))
+                module._parameters[name] = made[parameter]
+    return model
 
 
 def _backward(reference: nn.Module, loss: Callable[[Any, Tensor], Tensor], tokens: Tensor) -> tuple[Tensor, Local]:
@@ -117,7 +153,7 @@ def _backward(reference: nn.Module, loss: Callable[[Any, Tensor], Tensor], token
 def _mean(gradients: list[Local], case: Case) -> Local:
     """Return the mean over data ranks: within each shard group in the order of its ranks, then over replicas."""
     shards = case.shape[-2]
-    scaled = [{name: grad * (1.0 / len(gradients)) for name, grad in each.items()} for each in gradients]
+    scaled = [{name: wide(grad * (1.0 / len(gradients))) for name, grad in each.items()} for each in gradients]
     groups = [scaled[start : start + shards] for start in range(0, len(scaled), shards)]
     return _added([_added(group) for group in groups])
 

@@ -24,18 +24,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import shardwise as sw
 from shardwise.train.build.sharding import compile_blocks
-from tests.engine.tensor.rig import forget_meshes
-from tests.engine.tensor.styles import Conv1DStyle
+from tests.engine.tensor.rig import forget_meshes, gpt2
 
 Built = tuple[Any, Any]
 """A model and its plan."""
 
-# Heads go evenly over two and over three ranks. The width of an MLP does not go over three where a plan of transformers
-# cuts it: torch's styles take no uneven layers in a model that knows no DTensors, and packed experts none either.
+# Heads go evenly over two and over three ranks. Vocabularies do not go over three, nor, where a plan of transformers
+# cuts it, does the width of an MLP; that of packed experts must.
+EVEN, UNEVEN = 48, 44
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 48,
-    "intermediate_size": 44,
+    "intermediate_size": UNEVEN,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 6,
@@ -47,43 +47,37 @@ def _decoder(kind: str, **more: Any) -> Built:
     return transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**SIZES | more)), "auto"
 
 
-def _gpt2() -> Built:
-    none = {f"{place}_pdrop": 0.0 for place in ("attn", "embd", "resid")}
-    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_inner": 48}
-    mlp = "transformer.h.*.mlp"
-    plan = {f"{mlp}.c_fc": Conv1DStyle(by_outputs=True), f"{mlp}.c_proj": Conv1DStyle(by_outputs=False)}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **none)), plan
-
-
-def _vit() -> Built:
-    sizes = {"hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
+def _vit(width: int) -> Built:
+    sizes = {"hidden_size": 48, "intermediate_size": width, "num_hidden_layers": 2, "num_attention_heads": 6}
     config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8, num_labels=3)
     layer = "vit.layers.*"
-    by_columns = [f"{layer}.attention.{name}_proj" for name in "qkv"] + [f"{layer}.mlp.fc1"]
-    plan: dict[str, Any] = {name: ColwiseParallel() for name in by_columns}
+    plan: dict[str, Any] = {f"{layer}.attention.{name}_proj": ColwiseParallel() for name in "qkv"}
+    plan[f"{layer}.mlp.fc1"] = ColwiseParallel(use_local_output=width == EVEN)
     plan |= {name: RowwiseParallel() for name in (f"{layer}.attention.o_proj", f"{layer}.mlp.fc2")}
     return transformers.ViTForImageClassification(config), plan
 
 
-def _t5() -> Built:
-    sizes = {"vocab_size": 64, "d_model": 48, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 6}
+def _t5(width: int) -> Built:
+    sizes = {"vocab_size": 64, "d_model": 48, "d_kv": 8, "d_ff": width, "num_layers": 2, "num_heads": 6}
     special = {"dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0}
     dense = "*.block.*.layer.*.DenseReluDense"
-    plan = {f"{dense}.wi": ColwiseParallel(), f"{dense}.wo": RowwiseParallel()}
+    plan = {f"{dense}.wi": ColwiseParallel(use_local_output=width == EVEN), f"{dense}.wo": RowwiseParallel()}
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **special)), plan
 
 
-MODELS: dict[str, Callable[[], Built]] = {
-    "llama": lambda: _decoder("LlamaConfig"),
-    "llama-tied": lambda: _decoder("LlamaConfig", tie_word_embeddings=True),
-    "qwen3": lambda: _decoder("Qwen3Config", head_dim=8),
-    "mixtral": lambda: _decoder("MixtralConfig", intermediate_size=48, num_local_experts=4, num_experts_per_tok=2),
-    "gpt2": _gpt2,
+MODELS: dict[str, Callable[[int], Built]] = {
+    "llama": lambda _: _decoder("LlamaConfig"),
+    "llama-tied": lambda _: _decoder("LlamaConfig", tie_word_embeddings=True),
+    "qwen3": lambda _: _decoder("Qwen3Config", head_dim=8),
+    "mixtral": lambda _: _decoder("MixtralConfig", intermediate_size=EVEN, num_local_experts=4, num_experts_per_tok=2),
+    "gpt2": lambda width: gpt2(width, use_local_output=width == EVEN),
     "vit": _vit,
     "t5": _t5,
 }
-MESHES = {"2x2": {"tp": 2}, "1x3": {"tp": 3}, "2x2x2": {"dp_replicate": 2, "tp": 2}}
-RANKS = {"2x2": 4, "1x3": 3, "2x2x2": 8}
+"""By name, what builds a model for which torch's styles cut MLPs of a width. Where it is uneven, activations between
+their layers stay DTensors, which know how."""
+MESHES = {"2x2": {"tp": 2}, "1x3": {"tp": 3}, "2x3": {"tp": 3}, "2x2x2": {"dp_replicate": 2, "tp": 2}}
+RANKS = {"2x2": 4, "1x3": 3, "2x3": 6, "2x2x2": 8}
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 WAYS = ("plain", "accumulation", "recompute", "compile", "bf16", "lora")
 
@@ -142,7 +136,7 @@ def _train(case: Case) -> None:
     """Two steps, of two micro-batches each if gradients are accumulated."""
     forget_meshes()
     torch.manual_seed(0)
-    plain, plan = MODELS[case.model]()
+    plain, plan = MODELS[case.model](UNEVEN if case.mesh == "2x3" else EVEN)
     if case.way == "lora":
         plain = _adapted(plain)
     model, mesh = copy.deepcopy(plain), sw.mesh(**MESHES[case.mesh])
