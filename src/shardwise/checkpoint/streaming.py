@@ -46,7 +46,7 @@ def stream_weights(
             a tensor of its files from the model's, instead of copying it.
     """
     units, places = _planned(model, names)
-    wanted = not rank0_only or engines_of(model)[0].is_rank0
+    wanted = not rank0_only or engines_of(model)[0].is_first
     return _stored(_full_tensors(units, dtype, wanted), places)
 
 

@@ -196,8 +196,14 @@ class CheckedEngine(Engine):
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this is the first rank of the first replica."""
+        """Whether this is the first rank of the first replica: one in each place of a tensor mesh."""
         return self.mesh.shard.rank == 0 and self.mesh.replicate.rank == 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of all ranks that hold the model, over a tensor mesh as well."""
+        axes = [axis for unit in self.units for group in unit.groups if group.mesh is None for axis in group.axes]
+        return self.is_rank0 and all(axis.rank == 0 for axis in axes)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -110,7 +110,7 @@ def full_state_dict(model: nn.Module, cpu: bool = True, rank0_only: bool = True)
     tensor.
     """
     engines = engines_of(model)
-    wanted = not rank0_only or engines[0].is_rank0
+    wanted = not rank0_only or engines[0].is_first
     result: dict[str, Tensor] = {}
     done: dict[int, Tensor] = {}
     with torch.no_grad():

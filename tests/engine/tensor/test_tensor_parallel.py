@@ -6,6 +6,7 @@ Numbers agree within rounding: products are summed over the tensor mesh in anoth
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.errors import ConfigError, LayoutError, MeshError, MismatchError, NotOnPiecesError, UsageError
 from tests.engine.rig import on_ranks
-from tests.engine.tensor.rig import WIDTH, Case, Model, column_and_row, loss_of, sequence, vocabulary
+from tests.engine.tensor.rig import WIDTH, Case, Model, column_and_row, from_everyone, loss_of, sequence, vocabulary
 
 CASES = (
     Case(column_and_row),
@@ -158,6 +159,57 @@ def test_a_dtensor_made_by_hand(dim: int | None) -> None:
     model(x[mesh["dp_shard"].get_local_rank()]).square().mean().backward()
     assert plain.grad is not None
     torch.testing.assert_close(model.weight.grad.full_tensor(), plain.grad)
+
+
+class HandStack(nn.Module):
+    """Matrices in a stack, as of experts: a DTensor of three dims, used without torch's styles."""
+
+    def __init__(self, weight: DTensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (matrices, rows, inputs), the same on all tensor ranks; the result is (matrices, rows, outputs)."""
+        made = torch.bmm(DTensor.from_local(x, self.weight.device_mesh, [Replicate()]), self.weight)
+        assert isinstance(made, DTensor)
+        whole: torch.Tensor = made.full_tensor()
+        return whole
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@on_ranks(4, 6)
+def test_a_dtensor_of_three_dims_made_by_hand(dim: int) -> None:
+    """Cut unevenly by each of its dims over two or three tensor ranks, and over two data ranks."""
+    tensor_ranks = dist.get_world_size() // 2
+    mesh = Case(column_and_row, shape=(2, tensor_ranks)).mesh()
+    torch.manual_seed(1)
+    weight, x = torch.randn(5, 7, 11), torch.randn(2, 5, 3, 7)
+    plain = nn.Parameter(weight.clone())
+    model = sw.shard(HandStack(distribute_tensor(weight, mesh["tp"], [Shard(dim)])), mesh=mesh["dp_shard"])
+    sizes = set(from_everyone(math.prod(model.weight.placement.local_shape)))
+    assert len(sizes) == 2  # some ranks have more
+    assert torch.equal(model.weight.full_tensor(), plain)
+    optimizers = [torch.optim.SGD(each, lr=0.5) for each in ([plain], [model.weight])]
+    for _ in range(2):
+        for own in x:
+            (torch.bmm(own, plain).square().mean() / len(x)).backward()
+        model(x[mesh["dp_shard"].get_local_rank()]).square().mean().backward()
+        assert plain.grad is not None
+        torch.testing.assert_close(model.weight.grad.full_tensor(), plain.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.weight.full_tensor(), plain.detach())
+
+
+@on_ranks(4)
+def test_the_full_state_is_of_rank_0_alone_by_default() -> None:
+    plain, model = Case(vocabulary).build()
+    full = sw.full_state_dict(model)
+    expected = plain.state_dict() if dist.get_rank() == 0 else {}
+    assert full.keys() == expected.keys()
+    assert all(torch.equal(full[name], value) for name, value in expected.items())
+    assert dict(sw.stream_weights(model, rank0_only=True)).keys() == expected.keys()
 
 
 @on_ranks(4)
